@@ -311,6 +311,8 @@ def test_a_requested_batch_is_compared_without_copies_of_its_images():
     requested.request(rows)
     requested.answer(rows)
     requested.request(rows)
+    with pytest.raises(ConfigError, match="Mine changes the prompts or columns"):
+        requested.answer([{**rows[0], "weight": 1.0}])
     parts[1]["text"] += " Be brief."
-    with pytest.raises(ConfigError, match="Mine changes the prompts"):
+    with pytest.raises(ConfigError, match="Mine changes the prompts or columns"):
         requested.answer(rows)

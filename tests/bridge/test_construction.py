@@ -5,6 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -130,46 +131,34 @@ def test_a_model_that_is_divided_among_all_gpus_shares_them_with_the_server(monk
         assert args.model_init_kwargs == changes.get("model_init_kwargs")
 
 
-@pytest.fixture
-def happened(monkeypatch, tmp_path) -> list[str]:
-    """What happens to the server and to the model, until TRL's constructor is left."""
-    found: list[str] = []
-
-    def construct(self, **_):
-        found.append("model")
-        raise KeyError("no further")
-
-    monkeypatch.setattr(EmbeddedServer, "start", lambda self, wait: found.append("start"))
-    monkeypatch.setattr(EmbeddedServer, "wait", lambda self: found.append("wait") or SimpleNamespace(port=1))
-    monkeypatch.setattr(GRPOTrainer, "__init__", construct)
-    return found
-
-
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_server_on_the_trainers_gpu_has_its_memory_before_the_model_is_loaded(monkeypatch, happened, shared):
+def test_a_server_on_the_trainers_gpu_has_its_memory_before_the_model_is_loaded(monkeypatch, shared):
     """On another one it starts beside it."""
+    happened = Mock()
+    happened.wait.return_value.port = 1
+    happened.model.side_effect = KeyError("no further")
+    monkeypatch.setattr(EmbeddedServer, "start", happened.start)
+    monkeypatch.setattr(EmbeddedServer, "wait", happened.wait)
+    monkeypatch.setattr(GRPOTrainer, "__init__", happened.model)
     monkeypatch.setattr(construction, "choose_devices", lambda *_: Devices(("0",), shared=shared))
     rows = Dataset.from_list([{"prompt": "a"}] * 2)
     with pytest.raises(KeyError, match="no further"):
         APRILGRPOTrainer("owner/model", len, config(per_device_train_batch_size=8), rows)
-    assert happened == ["start", *["wait"] * shared, "model"]
+    assert [name for name, *_ in happened.method_calls] == ["start", *["wait"] * shared, "model"]
 
 
 def test_all_processes_wait_for_a_server_on_their_gpus(monkeypatch):
     monkeypatch.setattr(TwoProcesses, "process_index", 1)
-    asked: list = []
-    others = SimpleNamespace(decide=asked.append)
-    args = TwoProcesses("out", use_cpu=True, bf16=False)
-    assert construction.start_server(args, args, "owner/model", None, None, others) is None and len(asked) == 1
-    args.vllm_server_base_url = "http://127.0.0.1:9"
-    assert construction.start_server(args, args, "owner/model", None, None, others) is None and len(asked) == 1
+    others, args = Mock(), TwoProcesses("out", use_cpu=True, bf16=False)
+    for args.vllm_server_base_url in (None, "http://127.0.0.1:9"):
+        assert construction.start_server(args, args, "owner/model", None, None, others) is None
+        others.decide.assert_called_once()
 
 
 def trainer_on_a_gpu(model, *, optim="adamw_torch", processes=1, fsdp=False, plugin=None, **changes):
     """Stands for a trainer, as far as its memory goes."""
-    args = SimpleNamespace(
-        device=torch.device("cuda", 0), optim=SimpleNamespace(value=optim), bf16=True, fp16=False, world_size=processes
-    )
+    numbers = {"bf16": True, "fp16": False, "world_size": processes}
+    args = SimpleNamespace(device=torch.device("cuda", 0), optim=SimpleNamespace(value=optim), **numbers)
     state = SimpleNamespace(deepspeed_plugin=plugin)
     parts = {"ref_model": None, "reward_funcs": [len], "optimizer": None, "is_fsdp_enabled": fsdp, **changes}
     return SimpleNamespace(args=args, model=model, accelerator=SimpleNamespace(state=state), **parts)
@@ -242,22 +231,19 @@ def test_a_model_is_loaded_with_an_attention_that_leaves_nothing_out(tmp_path, m
     assert attention_of(args, build_model()) is None and attention_of(args, str(tmp_path / "missing")) is None
 
 
-def test_model_by_name_is_served_as_it_is_loaded():
+@pytest.mark.parametrize(("temperature", "mode"), [(1.0, "raw_logprobs"), (0.7, "processed_logprobs")])
+def test_model_by_name_is_served_as_it_is_loaded(temperature, mode):
+    """With log-probabilities of the temperature."""
     args = config(
         model_init_kwargs={"revision": "main", "trust_remote_code": True},
-        vllm_max_model_length=512, vllm_model_impl="transformers",
+        vllm_max_model_length=512, vllm_model_impl="transformers", temperature=temperature,
     )  # fmt: skip
     server = embedded_server(args, "owner/model", None)
     assert server.model == "owner/model" and server.restart
     expected = {"--dtype": "float32", "--max-model-len": "512", "--revision": "main", "--model-impl": "transformers"}
-    assert {name: flag_value(server.vllm_args, name) for name in expected} == expected
-    assert "--trust-remote-code" in server.vllm_args
-
-
-@pytest.mark.parametrize(("temperature", "mode"), [(1.0, "raw_logprobs"), (0.7, "processed_logprobs")])
-def test_server_reports_log_probabilities_of_the_temperature(temperature, mode):
-    command = embedded_server(config(temperature=temperature), "owner/model", None).command(8000)
-    assert flag_value(command, "--logprobs-mode") == mode
+    expected["--logprobs-mode"], command = mode, server.command(8000)
+    assert {name: flag_value(command, name) for name in expected} == expected
+    assert "--trust-remote-code" in command
 
 
 @pytest.mark.parametrize(
@@ -279,7 +265,6 @@ def test_recorded_log_probabilities_are_needed(monkeypatch, changes, needed):
         (LoraConfig(r=12), {"weight_sync": "filesystem"}, None),
         (LoraConfig(r=12, use_dora=True), {}, None),
         (LoraConfig(r=1000), {}, None),
-        (None, {}, None),
     ],
 )
 def test_server_is_started_for_the_adapter(adapter, changes, rank):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.trainer.test_trainer import DATASET, ROWS, distinct_characters, make_trainer
@@ -101,49 +101,27 @@ class TestResuming:
             assert torch.equal(parameter, whole_run.model.get_parameter(name))
 
 
-class TestBatchesOfSeveralSteps:
-    """Checkpoints in the middle of a generation batch that is trained for several optimizer steps."""
-
-    OPTIONS = {
+def test_batch_of_several_steps_is_trained_again_from_its_tokens(server, tiny_model_dir, tmp_path):
+    """After a checkpoint in its middle. tests/pool/test_state.py makes it anew where its tokens would be too old."""
+    options = {
         "per_device_train_batch_size": 4, "steps_per_generation": 4, "gradient_accumulation_steps": 1, "max_steps": 12,
-        "max_completion_length": 100, "over_provisioning": 1.5, **SAVED,
+        "max_completion_length": 100, "over_provisioning": 1.5, "staleness_policy": "ignore", **SAVED,
     }  # fmt: skip
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def first(cls, server, tiny_model_dir, tmp_path_factory, one_thread):
-        trainer = make_trainer(server, tiny_model_dir, tmp_path_factory.mktemp("first"), **cls.OPTIONS)
-        trainer.train()
-        return trainer
-
-    @pytest.mark.parametrize("policy", ["wait", "ignore"])
-    def test_batch_is_trained_again_from_its_tokens_or_generated_anew_if_they_are_too_old(
-        self, server, tiny_model_dir, tmp_path, first, policy
-    ):
-        trainer, folder = first, Path(first.args.output_dir)
-        assert len(trainer.rounds) == 3
-        checkpoint = folder / "checkpoint-6"
-        (state,) = load_rollouts(checkpoint).pools
-        batch = {group.group_id for group in trainer.rounds[1].groups}
-        assert set(state["in_training"]) == batch
-        (state,) = load_rollouts(folder / "checkpoint-8").pools
-        assert state["in_training"] == [], "the batch is trained"
-        resumed = make_trainer(server, tiny_model_dir, tmp_path, **self.OPTIONS, staleness_policy=policy)
-        resumed.train(resume_from_checkpoint=str(checkpoint))
-        # As in stock GRPO, rounds continue from there, and the batch in training comes first, once more.
-        assert [done.version for done in resumed.rounds] == [6, 10]
-        trained = resumed.trained_groups
-        rows = {group.row["number"] for group in trainer.rounds[1].groups}
-        assert rows <= {group.row["number"] for group in trained}
-        assert set(numbers(trainer.rounds[0].groups + trained).values()) == {1}
-        others = {i: group for i, group in saved_groups(checkpoint).items() if i not in batch}
-        assert_continued(others, trained)
-        again = {i: group for i, group in saved_groups(checkpoint).items() if i in batch}
-        if policy == "ignore":
-            assert_continued(again, trained)
-        for done in resumed.rounds:
-            ages = [done.version - v for g in done.groups for s in g.samples for v in s.versions]
-            assert policy == "ignore" or max(ages) <= 5
+    first = make_trainer(server, tiny_model_dir, tmp_path / "first", **options)
+    first.train()
+    assert len(first.rounds) == 3
+    checkpoint = tmp_path / "first" / "checkpoint-6"
+    (state,) = load_rollouts(checkpoint).pools
+    assert set(state["in_training"]) == {group.group_id for group in first.rounds[1].groups}
+    (state,) = load_rollouts(tmp_path / "first" / "checkpoint-8").pools
+    assert state["in_training"] == [], "the batch is trained"
+    resumed = make_trainer(server, tiny_model_dir, tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    # As in stock GRPO, rounds continue from there, and the batch in training comes first, once more.
+    assert [done.version for done in resumed.rounds] == [6, 10]
+    assert numbers(first.rounds[1].groups).keys() <= numbers(resumed.trained_groups).keys()
+    assert set(numbers(first.rounds[0].groups + resumed.trained_groups).values()) == {1}
+    assert_continued(saved_groups(checkpoint), resumed.trained_groups)
 
 
 class TestStock:
@@ -178,18 +156,12 @@ def test_dataset_with_other_rows_is_refused(server, tiny_model_dir, tmp_path, wh
         trainer.train(resume_from_checkpoint=str(Path(whole_run.args.output_dir, "checkpoint-3")))
 
 
-def test_stream_with_a_column_that_cannot_be_written(server, tiny_model_dir, tmp_path, caplog):
-    """Training continues, and checkpoints are stock GRPO's. Rows of a map-style dataset are not written."""
-    rows = [{**row, "thing": {row["number"]}} for row in ROWS]
-    stream = IterableDataset.from_generator(lambda: iter(rows))
+def test_rows_of_a_map_style_dataset_are_not_written(server, tiny_model_dir, tmp_path):
+    """So they may have columns that could not be. tests/checkpoint/test_rollouts.py writes rows of a stream."""
     dataset = Dataset.from_list(ROWS).with_transform(lambda rows: {**rows, "thing": [{n} for n in rows["number"]]})
     options = {"max_steps": 3, "max_completion_length": 8, "over_provisioning": 3.0, **SAVED}  # groups are left over
-    for name, data in (("stream", stream), ("map", dataset)):
-        make_trainer(server, tiny_model_dir, tmp_path / name, dataset=data, **options).train()
-        assert ("Column 'thing' of the training dataset holds a builtins.set" in caplog.text) is (name == "stream")
-        assert (tmp_path / name / "checkpoint-1").exists()
-        assert (tmp_path / name / "checkpoint-1" / "april").exists() is (name == "map")
-        caplog.clear()
+    make_trainer(server, tiny_model_dir, tmp_path, dataset=dataset, **options).train()
+    assert load_rollouts(tmp_path / "checkpoint-1") is not None
 
 
 def test_limit_of_checkpoints_and_model_only_checkpoints(server, tiny_model_dir, tmp_path):

@@ -2,13 +2,12 @@
 
 import signal
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.support.launch import Launch
 from tests.support.preloaded import launch_preloaded
 from trl_april.checkpoint.resume import is_complete
 from trl_april.checkpoint.rollouts import load_rollouts
@@ -17,6 +16,7 @@ from trl_april.pool.packing import PackedGroups, unpack
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(400)]
 
+ROWS = 16  # of an epoch, in four batches
 PLAIN = {"num_train_epochs": 2, "max_steps": -1, "max_completion_length": 120}
 ONE_EPOCH = {**PLAIN, "num_train_epochs": 1}
 SAVED = {**PLAIN, "save_strategy": "steps", "save_steps": 1}
@@ -47,26 +47,19 @@ def cut(folder: Path, steps: range) -> int:
     return next(step for step in steps if all(num_tokens(pool) for pool in pools(folder / f"checkpoint-{step}")))
 
 
-@dataclass
-class Launched:
-    """Results of the launches, and the steps after which the plain runs were resumed."""
-
-    two: Launch
-    one: Launch
-    again: Launch
-    cuts: tuple[int, int]
-
-
 @pytest.fixture(scope="module")
 def launched(server, forker, tiny_model_dir, tmp_path_factory):
-    """Two processes train, then one resumes from their checkpoints, then two from those of the one."""
+    """Two processes train, then one resumes from their checkpoints, then two from those of the one.
+
+    `cuts` are the steps after which the plain runs were resumed.
+    """
     folder = tmp_path_factory.mktemp("resume-many")
     common = {"model": tiny_model_dir, "url": server.base_url}
     two, one, again = (folder / name for name in ("two", "one", "again"))
     runs = [
-        {"name": "first", "kind": "train", "options": SAVED},
+        {"name": "first", "kind": "train", "rows": ROWS, "options": SAVED},
         {
-            "name": "kept", "kind": "train",
+            "name": "kept", "kind": "train", "rows": ROWS,
             "options": {
                 **PLAIN, "overlap_generation": True, "resume_kv": "keep", "over_provisioning": 3.0,
                 "max_completion_length": 300,
@@ -75,7 +68,7 @@ def launched(server, forker, tiny_model_dir, tmp_path_factory):
         *(
             {
                 "name": f"{name}-{when}", "kind": "train_until_a_signal", "when": when, "signal": int(number),
-                "options": {
+                "rows": ROWS, "options": {
                     **ONE_EPOCH, "max_completion_length": 1000, "save_strategy": "steps", "save_steps": 100,
                     "save_on_signal": True, "generation_kwargs": {"ignore_eos": True},
                     # Without surplus of earlier rounds, the round of the signal has long completions only.
@@ -87,29 +80,29 @@ def launched(server, forker, tiny_model_dir, tmp_path_factory):
     ]  # fmt: skip
     first = launch_preloaded(forker, 2, runs, two, **common)
     assert first.code == 0, first.output[-6000:]
-    after_first = cut(two / "first-out", range(3, 7))
+    after_first = cut(two / "first-out", range(2, 6))
     runs = [
         {
-            "name": "second", "kind": "train", "options": SAVED,
+            "name": "second", "kind": "train", "rows": ROWS, "options": SAVED,
             "resume": str(two / "first-out" / f"checkpoint-{after_first}"),
         },
     ]  # fmt: skip
     second = launch_preloaded(forker, 1, runs, one, **common)
     assert second.code == 0, second.output[-6000:]
-    after_second = cut(one / "second-out", range(after_first + 2, 11))
+    after_second = cut(one / "second-out", range(after_first + 1, 8))
     runs = [
         {
-            "name": "third", "kind": "train", "options": PLAIN,
+            "name": "third", "kind": "train", "rows": ROWS, "options": PLAIN,
             "resume": str(one / "second-out" / f"checkpoint-{after_second}"),
         },
         {
-            "name": "after", "kind": "train", "options": ONE_EPOCH,
+            "name": "after", "kind": "train", "rows": ROWS, "options": ONE_EPOCH,
             "resume": str(two / "term-round-out" / "checkpoint-2"),
         },
     ]  # fmt: skip
     third = launch_preloaded(forker, 2, runs, again, **common)
     assert third.code == 0, third.output[-6000:]
-    return Launched(first, second, third, (after_first, after_second))
+    return SimpleNamespace(two=first, one=second, again=third, cuts=(after_first, after_second))
 
 
 def trained(results: list[dict], steps: slice = slice(None)) -> list[tuple[int, int, int]]:
@@ -148,10 +141,10 @@ class TestAnotherNumberOfProcesses:
         first = trained(launched.two.results("first", 2), slice(0, one))
         second = launched.one.results("second", 1)
         third = launched.again.results("third", 2)
-        assert [len(result["rounds"]) for result in (*second, *third)] == [12 - one, 12 - two, 12 - two]
+        assert [len(result["rounds"]) for result in (*second, *third)] == [8 - one, 8 - two, 8 - two]
         everything = first + trained(second, slice(0, two - one)) + trained(third)
         samples = Counter((number, index) for _, number, index in everything)
-        assert samples == {(number, index): 2 for number in range(24) for index in range(4)}
+        assert samples == {(number, index): 2 for number in range(ROWS) for index in range(4)}
         assert len(set(everything)) == len(everything)
         assert [result["left"] for result in (*second, *third)] == [0, 0, 0]
 
@@ -168,10 +161,10 @@ def test_kept_requests_live_through_the_syncs_of_another_process(launched):
     """Both know the groups that finished meanwhile. Otherwise they would admit different rows."""
     results = launched.two.results("kept", 2)
     samples = Counter((number, index) for _, number, index in trained(results))
-    assert samples == {(number, index): 2 for number in range(24) for index in range(4)}
+    assert samples == {(number, index): 2 for number in range(ROWS) for index in range(4)}
     assert [result["left"] for result in results] == [0, 0]
     log = [entry for entry in results[0]["log"] if "april/aborted_requests" in entry]
-    assert len(log) == 12 and sum(entry["april/aborted_requests"] for entry in log) == 0
+    assert len(log) == 8 and sum(entry["april/aborted_requests"] for entry in log) == 0
     for result in results:
         assert any(len(v) > 1 for groups in result["rounds"] for g in groups for v in g["versions"])
 
@@ -196,4 +189,4 @@ class TestSignals:
         after = launched.again.results("after", 2)
         assert_resumed(launched.two.folder / "term-round-out" / "checkpoint-2", after)
         samples = Counter((number, index) for _, number, index in before + trained(after))
-        assert samples == {(number, index): 1 for number in range(24) for index in range(4)}
+        assert samples == {(number, index): 1 for number in range(ROWS) for index in range(4)}

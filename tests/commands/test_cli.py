@@ -4,6 +4,7 @@ import re
 import socket
 import sys
 import types
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,10 +20,7 @@ from trl_april.commands import check_file
         (["fly"], "fly"),
         (["serve", "--dtype", "float32", "m"], "the model comes first"),
         (["doctor", "--base"], "--base"),
-        (
-            ["simulate", "--median", "x"],
-            "usage: trl-april simulate [options]\ntrl-april simulate: error: argument --m",
-        ),
+        (["simulate", "--median", "x"], "usage: trl-april simulate [options]\ntrl-april simulate: error: argument"),
     ],
 )
 def test_bad_usage_is_reported(arguments, words, capsys):
@@ -37,8 +35,6 @@ def test_bad_usage_is_reported(arguments, words, capsys):
     [
         (["--help"], ["APRIL for TRL", *cli.COMMANDS]),
         (["grpo", "--help"], ["usage: trl-april grpo [-h]", "--over_provisioning"]),
-        (["serve", "--help"], ["trl-april serve MODEL"]),
-        (["doctor", "--help"], ["--base-url"]),
         (["simulate", "--help"], ["trl-april simulate --median 2000", "- `synchronous`: ", "- `keep`: "]),
         (["--version"], [f"trl-april {trl_april.__version__}\n"]),
     ],
@@ -52,18 +48,15 @@ def test_help_and_version(arguments, words, capsys):
 
 
 def test_command_gets_its_arguments_untouched(monkeypatch):
-    seen = []
-    report = types.SimpleNamespace(main=lambda args: seen.append(args) or 5)
+    report = types.SimpleNamespace(main=Mock(return_value=5))
     monkeypatch.setitem(sys.modules, "trl_april.commands.report", report)
     assert cli.main(["report", "somewhere", "--version", "--help"]) == 5
-    assert seen == [["somewhere", "--version", "--help"]]
+    report.main.assert_called_once_with(["somewhere", "--version", "--help"])
 
 
 def test_ctrl_c_ends_without_a_traceback(monkeypatch):
-    def interrupted(args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setitem(sys.modules, "trl_april.commands.report", types.SimpleNamespace(main=interrupted))
+    report = types.SimpleNamespace(main=Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setitem(sys.modules, "trl_april.commands.report", report)
     assert cli.main(["report"]) == 130
 
 
@@ -84,10 +77,7 @@ def bad(tmp_path):
         ("serve {folder}/none", "The model is '{folder}/none', but there is no such folder.*saved to, or a model"),
         ("serve {folder}/empty", "The model is the folder '{folder}/empty', which has no config.json.*saved to"),
         ("serve m --port {port}", "bind to 127.0.0.1, port {port}: Address already in use. .*a free port"),
-        (
-            "serve nosuchmodel --port {free}",
-            "'nosuchmodel', which is neither a folder here nor .* offline mode.*Check",
-        ),
+        ("serve nosuchmodel --port {free}", "'nosuchmodel', which is neither a folder .* offline mode.*Check"),
         ("serve m --logprobs-mode raw_logits", "--logprobs-mode is 'raw_logits', but training needs"),
         ("doctor --base-url localhost", "--base-url is 'localhost', but it must begin with http://"),
         ("doctor --timeout 0", "--timeout is 0.0, but it must be positive"),
@@ -114,5 +104,4 @@ def test_checking_an_output_path_leaves_nothing_behind(tmp_path):
     (tmp_path / "old.json").write_text("{}")
     for name in ("old.json", "new.json"):
         check_file("--json", tmp_path / name)
-    assert [path.name for path in tmp_path.rglob("*")] == ["old.json"]
-    assert (tmp_path / "old.json").read_text() == "{}"
+    assert [(path.name, path.read_text()) for path in tmp_path.rglob("*")] == [("old.json", "{}")]

@@ -1,21 +1,11 @@
-"""The demo: its score, and a quick run."""
+"""The demo: a quick run."""
 
 import json
 
-import countdown as task
 import pytest
 from demo import main
 
 from trl_april.commands.report_run import read_run
-
-
-def test_only_the_whole_solution_scores_one():
-    assert task.score(4, "003 002 001 000") == 1.0
-    assert task.score(4, "003 002 001") == pytest.approx(0.5 * 3 / 4)
-    assert task.score(4, "003 001 000") == pytest.approx(0.5 * 1 / 4)
-    assert task.score(4, "003 002 001 000 000") == 0.5
-    assert task.score(4, "") == task.score(4, "004 003 002 001 000") == 0.0
-    assert task.countdown_reward(completions=["001 000", "000"], number=[2, 2], prompts=["002:", "002:"]) == [1, 0]
 
 
 @pytest.mark.long

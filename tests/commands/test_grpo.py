@@ -5,6 +5,7 @@ import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
 import trl.rewards
@@ -42,8 +43,7 @@ def write(path: Path, rows: list[dict]) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_recipes_work_with_this_command(name):
     script, config, _, _ = parse("--recipe", name, "--num_generations", "4", "--max_completion_length", "1000")
-    assert config.loss_type == name
-    assert config.num_generations == 4
+    assert (config.loss_type, config.num_generations) == (name, 4)
     first, *others = grpo.find_rewards(script, config)
     assert first is grpo.contains_answer
     assert [punishment.soft_punish_cache for punishment in others] == ([200] if name == "dapo" else [])
@@ -62,10 +62,8 @@ def test_every_argument_of_trls_script_is_accepted():
 def test_loading_options(run_main):
     options = ["--model_init_kwargs", '{"dtype": "float16", "device_map": null}', "--reward_funcs", "contains_answer"]
     trainer = run_main("--model_name_or_path", "m", "--dtype", "bfloat16", "--model_revision", "v2", *options)
-    assert trainer.arguments["args"].model_init_kwargs == {
-        "dtype": "float16", "device_map": None, "attn_implementation": None, "revision": "v2",
-        "trust_remote_code": False,
-    }  # fmt: skip
+    found = trainer.arguments["args"].model_init_kwargs
+    assert (found["dtype"], found["device_map"], found["revision"]) == ("float16", None, "v2")
 
 
 # Rewards
@@ -82,13 +80,10 @@ def test_contains_answer():
     assert grpo.contains_answer([[{"role": "assistant", "content": "it is 5"}]], answer=["5"]) == [1.0]
 
 
-@pytest.mark.parametrize("given", [None, 50, 0])
-def test_the_soft_overlong_punishment_is_trls(given):
-    options = [] if given is None else ["--soft_punish_cache", str(given)]
+@pytest.mark.parametrize(("options", "cache"), [([], 4096), (["--soft_punish_cache", "0"], 0)])
+def test_the_soft_overlong_punishment_is_by_default_as_in_the_paper(options, cache):
     punishment = reward("soft_overlong_punishment", "--max_completion_length", "20480", *options)
-    assert type(punishment).__module__ == "trl.rewards.other_rewards"
-    # By default as in the paper.
-    assert (punishment.max_completion_len, punishment.soft_punish_cache) == (20480, 4096 if given is None else given)
+    assert (punishment.max_completion_len, punishment.soft_punish_cache) == (20480, cache)
 
 
 @pytest.fixture
@@ -103,7 +98,6 @@ def my_rewards(tmp_path, monkeypatch):
     ("name", "words"),
     [
         ("contains_anwser", "it must be one of contains_answer, soft_overlong_punishment, accuracy_reward"),
-        (":shortest", "it must be one of contains_answer"),
         ("no_such_module:shortest", "No module named 'no_such_module'"),
         ("my_rewards:longest", "has no attribute 'longest'"),
     ],
@@ -126,8 +120,7 @@ def test_rewards_are_a_model_a_name_or_a_function_of_a_module(my_rewards):
 # Datasets
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
+@pytest.mark.parametrize(("kind", "streaming"), [("jsonl", False), ("parquet", True), ("csv", False)])
 def test_dataset_is_a_file_or_a_folder_of_files(tmp_path, kind, streaming):
     path = write(tmp_path / f"train.{kind}", ROWS)
     (rows,) = splits_of("--dataset_name", path, "--dataset_streaming", str(streaming)).values()
@@ -176,10 +169,9 @@ def test_unusable_dataset_is_refused(tmp_path, monkeypatch, options, message):
         splits_of(*options)
 
 
-def test_missing_split_is_refused(tmp_path):
-    script, _, _, mixture = parse("--dataset_name", write(tmp_path / "prompts.jsonl", ROWS))
-    splits = grpo.load_splits(script, mixture)
-    assert len(grpo.pick_split(splits, script, "dataset_train_split")) == 8
+def test_missing_split_is_refused():
+    script, *_ = parse()
+    splits = {"train": ROWS}
     with pytest.raises(ConfigError, match="dataset_test_split is 'test', but the dataset has the splits: train"):
         grpo.pick_split(splits, script, "dataset_test_split")
 
@@ -191,11 +183,10 @@ class RecordedTrainer:
     """Records the calls of a trainer."""
 
     def __init__(self, **arguments):
-        self.arguments, self.calls = arguments, []
-        self.train = lambda resume_from_checkpoint: self.calls.append(("train", resume_from_checkpoint))
-        self.save_model = lambda folder: self.calls.append(("save", folder))
-        self.push_to_hub = lambda dataset_name: self.calls.append(("push", dataset_name))
-        self.accelerator = SimpleNamespace(end_training=lambda: self.calls.append("end"))
+        self.arguments = arguments
+        self.record = Mock()
+        self.train, self.save_model, self.push_to_hub = self.record.train, self.record.save, self.record.push
+        self.accelerator = SimpleNamespace(end_training=self.record.end)
         RecordedTrainer.last = self
 
 
@@ -221,7 +212,9 @@ def test_trainer_gets_the_arguments(run_main):
     assert (arguments["model"], arguments["reward_funcs"]) == ("m", [grpo.contains_answer])
     assert arguments["args"].model_init_kwargs["dtype"] == "float32"
     assert (len(arguments["train_dataset"]), arguments["eval_dataset"], arguments["peft_config"]) == (8, None, None)
-    assert trainer.calls == [("train", True), ("save", "out"), "end"]
+    assert trainer.record.mock_calls == [
+        call.train(resume_from_checkpoint=True), call.save("out"), call.end()
+    ]  # fmt: skip
     trainer = run_main(
         *common, "--eval_strategy", "steps", "--eval_steps", "5", "--use_peft", "--lora_r", "4",
         "--dataset_train_split", "test", "--dataset_test_split", "train", "--push_to_hub", "true",
@@ -230,7 +223,9 @@ def test_trainer_gets_the_arguments(run_main):
     assert (len(arguments["train_dataset"]), len(arguments["eval_dataset"])) == (3, 8)
     assert arguments["peft_config"].r == 4
     # A local path does not go into the model card.
-    assert trainer.calls == [("train", None), ("save", "out"), ("push", None), "end"]
+    assert trainer.record.mock_calls == [
+        call.train(resume_from_checkpoint=None), call.save("out"), call.push(dataset_name=None), call.end()
+    ]  # fmt: skip
 
 
 def test_unknown_option_is_refused(run_main, tmp_path):

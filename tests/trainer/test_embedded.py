@@ -14,15 +14,9 @@ from tests.trainer.test_keep import check_mixed, note_starts
 from tests.trainer.test_trainer import RecordingTrainer, distinct_characters, rows_of
 from trl_april.config import APRILGRPOConfig
 from trl_april.server.process import session_members
-from trl_april.trainer import APRILGRPOTrainer
 
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(600)]
-
-
-def kill_engine(trainer: APRILGRPOTrainer) -> None:
-    (engine,) = [p for p in session_members(trainer._april_server.pid) if "EngineCore" in p.name()]
-    engine.kill()
 
 
 def test_training_without_a_server_starts_one(tiny_model_dir, tmp_path, monkeypatch):
@@ -58,7 +52,8 @@ class EngineKilledTrainer(RecordingTrainer):
     def kill_when(self, is_time: Callable[[], bool]) -> None:
         def run() -> None:
             wait_for(is_time, seconds=300)
-            kill_engine(self)
+            (engine,) = [p for p in session_members(self._april_server.pid) if "EngineCore" in p.name()]
+            engine.kill()
             self.num_killed += 1
 
         self.kills.append(threading.Thread(target=run))

@@ -131,12 +131,12 @@ def test_environments_are_not_those_of_samples_in_flight(fake, tmp_path):
     assert evaluated == [7.0] * 2  # the count of the first sample of the script
 
 
-def test_a_rollout_function_is_evaluated(tmp_path):
-    with FakeVLLM(vocab_size=len(TOKENIZER), script=ToolScript(rollouts.TURNS).stream) as fake:
-        question = Dataset.from_list([{"prompt": [{"role": "user", "content": "q2"}], "number": 2}])
-        options = {"per_device_eval_batch_size": 3, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
-        trainer = rollouts.trainer_of(fake, tmp_path, arguments={"eval_dataset": question}, **options)
-        trainer.train()
+def test_a_rollout_function_is_evaluated(fake, tmp_path):
+    fake.script = ToolScript(rollouts.TURNS).stream
+    question = Dataset.from_list([{"prompt": [{"role": "user", "content": "q2"}], "number": 2}])
+    options = {"per_device_eval_batch_size": 3, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
+    trainer = rollouts.trainer_of(fake, tmp_path, arguments={"eval_dataset": question}, **options)
+    trainer.train()
     text = len("".join(rollouts.TURNS[0])) - 2 * len("<|im_end|>") + len("\nuser\nAre you sure?\nassistant\n")
     expected = text + sum(rollouts.LENGTHS[0]) / 1000 + 2
     found = [entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry]
@@ -161,9 +161,8 @@ def test_evaluation_prompts_that_leave_little_or_are_empty(tmp_path):
         assert trainer.evaluate()["eval_reward"] == pytest.approx((20 + 5 + 20) / 3)
         bodies = [one.body for one in fake.received_at("/v1/completions") if one.body.get("stream")]
         first = trainer.processing_class.bos_token_id or trainer.processing_class.eos_token_id
-        assert sorted((len(body["prompt"]), body["max_tokens"]) for body in bodies) == sorted(
-            [(1, 20), (1, 20), (55, 5)] * 2
-        )
+        sizes = Counter((len(body["prompt"]), body["max_tokens"]) for body in bodies)
+        assert sizes == {(1, 20): 4, (55, 5): 2}
         assert [first] in [body["prompt"] for body in bodies]
 
 
@@ -175,15 +174,3 @@ def test_evaluation_prompts_without_room_are_refused_before_training(tmp_path):
         with pytest.raises(ConfigError, match="row 1, the longest of the evaluation long dataset, has .*no room"):
             trainer.train()
         assert trainer.state.global_step == 0
-
-
-def test_without_a_limit_a_completion_may_fill_the_context(fake, tmp_path):
-    """In an environment, where the prompt is known after the reset only."""
-    fake.script = ToolScript(GAME).stream
-    options = {**arguments(Counting, reward_funcs=None, tools=[]), "max_completion_length": None}
-    trainer = april(fake, tmp_path, **options)
-    trainer.train()
-    assert trainer.state.global_step == trainer.args.max_steps
-    for one in fake.received_at("/v1/completions"):
-        if one.body.get("stream"):
-            assert len(one.body["prompt"]) + one.body["max_tokens"] == 4096

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from datasets import Dataset, Features, Image, Value
+from datasets import Dataset
 
 from tests.support.effort import until_shown
 from tests.support.tiny_vision import TEMPLATE, build_processor, picture, save_tiny_vision_model
@@ -22,24 +22,12 @@ def text_of(number: int) -> list[dict]:
     return [{"role": "user", "content": f"how many? {number}"}]
 
 
-WITH_COLUMN = Dataset.from_list(
+DATASET = Dataset.from_list(
     [
         {"prompt": text_of(number), "images": [picture(number)] * (1 + number % 2), "number": number}
         for number in range(12)
     ]
 )
-TEXT = Value("string")
-WITH_PARTS = Dataset.from_list(
-    [
-        {"prompt": [{"role": "user", "content": [
-            {"type": "text", "text": f"and {number}"}, {"type": "image", "image": picture(number)},
-        ]}]}
-        for number in range(12)
-    ],
-    features=Features(prompt=[{"role": TEXT, "content": [{"type": TEXT, "text": TEXT, "image": Image()}]}]),
-)  # fmt: skip
-
-
 WITH_CALLS = TEMPLATE.replace(
     "{% if message['role'] == 'assistant' %}",
     "{% if message['role'] == 'assistant' %}"
@@ -71,28 +59,18 @@ def pixels_of(trainer: RecordingTrainer, group, sample) -> dict:
     return {"pixel_values": trainer.processing_class.image_processor(images, return_tensors="pt")["pixel_values"]}
 
 
-def check_training_pass(trainer: RecordingTrainer) -> None:
-    """At learning rate 0, TRL's own log-probabilities are those of the server if it has the images."""
-    name = "sampling/sampling_logp_difference/max"
-    differences = [entry[name] for entry in trainer.state.log_history if name in entry]
-    assert differences and 0 < max(differences) < 1e-4
-
-
-def train(server, model, output_dir, *, resume=None, dataset=WITH_COLUMN, arguments=None, **options):
-    # Three times as many groups as a round needs, of long completions: some are always cut.
-    defaults = {
-        "max_steps": 5,
-        "per_device_train_batch_size": 8,
-        "max_completion_length": 300,
-        "over_provisioning": 3.0,
-    }
-    args = make_config(server, output_dir, **{**defaults, **options})
+def train(server, model, output_dir, *, arguments=None, **options):
+    args = make_config(
+        server, output_dir, max_steps=5, per_device_train_batch_size=8, max_completion_length=300,
+        over_provisioning=3.0,  # some of the groups are cut; more would be finished in the first round
+        eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=4, **options,
+    )  # fmt: skip
     trainer = RecordingTrainer(
-        model=model, reward_funcs=distinct, args=args, train_dataset=dataset, eval_dataset=dataset.select(range(2)),
+        model=model, reward_funcs=distinct, args=args, train_dataset=DATASET, eval_dataset=DATASET.select(range(2)),
         **(arguments or {}),
     )  # fmt: skip
     assert trainer.april_enabled
-    trainer.train(resume_from_checkpoint=resume)
+    trainer.train()
     return trainer
 
 
@@ -100,7 +78,6 @@ def test_every_token_has_the_log_probability_of_its_version_and_images(server, v
     trainer = train(
         server, vision_model_dir, tmp_path, resume_kv="recompute",
         learning_rate=1e-3,  # at 1e-2 the model comes to sample image tokens
-        eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=4,
     )  # fmt: skip
     samples = [sample for group in trainer.trained_groups for sample in group.samples]
     assert check_logprobs(trainer, pixels_of) == sum(map(len, samples)) > 0
@@ -132,9 +109,7 @@ def test_tokens_after_the_image_of_a_tool(server, vision_model_dir, tmp_path):
     def trained() -> RecordingTrainer:
         return train(
             server, vision_model_dir, tmp_path, resume_kv="reuse", learning_rate=0.0, max_tool_calling_iterations=3,
-            over_provisioning=3.0,  # more would be finished in the first round, and not be cut
             arguments={"processing_class": processor, "tools": [count]},
-            eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=4,
         )  # fmt: skip
 
     def cut_after_an_image(trainer: RecordingTrainer) -> bool:
@@ -146,22 +121,10 @@ def test_tokens_after_the_image_of_a_tool(server, vision_model_dir, tmp_path):
     trainer = until_shown(trained, cut_after_an_image)
     samples = [sample for group in trainer.trained_groups for sample in group.samples]
     assert check_logprobs(trainer, pixels_of) == sum(sample.num_generated for sample in samples) > 0
-    check_training_pass(trainer)
+    # At learning rate 0, TRL's own log-probabilities are those of the server if it has the images.
+    name = "sampling/sampling_logp_difference/max"
+    differences = [entry[name] for entry in trainer.state.log_history if name in entry]
+    assert differences and 0 < max(differences) < 1e-4
     # In an evaluation, too.
     assert any("eval_tools/call_frequency" in entry for entry in trainer.state.log_history)
     assert wait_until_idle(server) == 0
-
-
-def test_images_in_prompts_and_a_resumed_training(server, vision_model_dir, tmp_path):
-    """The second training reads the rows of parked samples, and their images, from the dataset again."""
-    options = {"save_strategy": "steps", "save_steps": 2, "learning_rate": 0.0}
-    first = train(server, vision_model_dir, tmp_path, dataset=WITH_PARTS, **{**options, "max_steps": 3})
-    checkpoint = tmp_path / "checkpoint-2"
-    resumed = train(server, vision_model_dir, tmp_path, dataset=WITH_PARTS, resume=str(checkpoint), **options)
-    carried = [sample for group in resumed.trained_groups for sample in group.samples if sample.versions[0] < 2]
-    assert carried and any(len(sample.segments) > 1 for sample in carried)
-    check_training_pass(first)
-    check_training_pass(resumed)
-    # Their first tokens are of the weights of the first training.
-    resumed.weights = {**first.weights, **resumed.weights}
-    assert check_logprobs(resumed, pixels_of) == sum(len(s) for group in resumed.trained_groups for s in group.samples)

@@ -1,6 +1,5 @@
 """Requests that survive a weight sync on the real server: exact versions and log-probabilities."""
 
-import asyncio
 from collections import defaultdict
 from contextlib import aclosing
 from itertools import pairwise
@@ -12,10 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from tests.checkpoint.test_resume import SAVED, assert_continued, numbers, saved_groups
-from tests.trainer.test_overlap import counter, limit_lengths
+from tests.trainer.test_overlap import limit_lengths
 from tests.trainer.test_trainer import make_trainer, rows_of, wait_until_idle
-from trl_april.engine.protocol import GenerationRequest
-from trl_april.engine.sampling import sampling_options
 from trl_april.engine.vllm import VLLMEngine
 from trl_april.errors import ServerError
 from trl_april.server.command_line import GENERATED_TOKENS_PATH as PATH
@@ -158,61 +155,6 @@ class TestKept:
         assert_continued(saved_groups(checkpoint), resumed.trained_groups)
         before = [group for done in kept.rounds[:4] for group in done.groups]
         assert set(numbers(before + resumed.trained_groups).values()) == {1} and len(resumed.pool) == 0
-
-
-async def completion(engine: VLLMEngine, request: GenerationRequest, begun: asyncio.Event):
-    """All of a stream."""
-    tokens, reason = 0, None
-    async for chunk in engine.generate(request):
-        tokens, reason = tokens + len(chunk.token_ids), chunk.finish_reason
-        begun.set()
-    return tokens, reason
-
-
-@pytest.fixture
-def engine(server):
-    model = requests.get(f"{server.base_url}/v1/models", timeout=10).json()["data"][0]["id"]
-    sampling = sampling_options(generation_kwargs={"ignore_eos": True})
-    yield VLLMEngine(server.base_url, model, sampling, stream_interval=1000)
-    requests.post(f"{server.base_url}/resume", timeout=10)
-    assert wait_until_idle(server) == 0
-
-
-def test_counted_tokens_are_those_an_abort_delivers(server, engine):
-    """Streamed was one token of each; an abort on the paused server brings the others, as in `hold` where it cannot
-    hold. A request that arrives during the pause has none, and is complete after it.
-    """
-
-    async def run():
-        wanted = [GenerationRequest(f"counted-{i}", [5, 6, 7 + i], 0, 2000, "salt") for i in range(5)]
-        begun = [asyncio.Event() for _ in wanted]
-        tasks = [asyncio.create_task(completion(engine, r, b)) for r, b in zip(wanted, begun, strict=True)]
-        for event in begun:
-            await event.wait()
-        name = "vllm:generation_tokens_total"
-        before = await asyncio.to_thread(counter, server, name)
-        async with asyncio.timeout(60):
-            while await asyncio.to_thread(counter, server, name) < before + 100:
-                await asyncio.sleep(0.02)
-        await asyncio.to_thread(requests.post, f"{server.base_url}/pause?mode=keep&clear_cache=false", timeout=10)
-        names = [request.request_id for request in wanted]
-        first = await engine.generated([*names, "counted-never"])
-        await asyncio.sleep(0.2)
-        assert await engine.generated(names[:2]) == {name: first[name] for name in names[:2]}
-        late = GenerationRequest("late", [5, 6, 7], 0, 30, "salt")
-        task = asyncio.create_task(completion(engine, late, asyncio.Event()))
-        while not (tokens_of_late := await engine.generated(["late"])):
-            await asyncio.sleep(0.01)
-        await engine.abort(names)
-        found = dict(zip(names, await asyncio.gather(*tasks), strict=True))
-        await asyncio.to_thread(requests.post, f"{server.base_url}/resume", timeout=10)
-        assert (tokens_of_late, await task) == ({"late": 0}, (30, "length"))
-        await engine.close()
-        return first, found
-
-    generated, found = asyncio.run(run())
-    assert found == {name: (count, "abort") for name, count in generated.items()}
-    assert min(generated.values()) > 10
 
 
 def test_requests_are_aborted_without_the_middleware(server, tiny_model_dir, tmp_path, monkeypatch, caplog):

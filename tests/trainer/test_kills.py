@@ -21,42 +21,28 @@ STEPS = 2 * KILLS + 4
 FLAGS = ["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager"]
 
 
-Journal = list[dict[str, Any]]
-
-
 @pytest.fixture(scope="module")
-def journals(forker, server, tiny_model_dir, tmp_path_factory) -> list[Journal]:
+def journals(forker, server, tiny_model_dir, tmp_path_factory) -> list[list[dict[str, Any]]]:
     """The journals of a training in an environment. In the longer test, every fifth attempt kills the server too."""
     folder = tmp_path_factory.mktemp("kills")
-    with own_server(tiny_model_dir) if KILLS > 4 else nullcontext(server) as used:
+    own = LocalServer(tiny_model_dir, vllm_args=FLAGS, quiet=True, restart=True)
+    with own if KILLS > 4 else nullcontext(server) as used:
         spec = {
-            "url": used.base_url,
-            "model": tiny_model_dir,
-            "folder": str(folder),
-            "rows": 4 * STEPS,
-            "kills": KILLS,
-            "seed": 40,
-            "seconds": 1.0,
+            "url": used.base_url, "model": tiny_model_dir, "folder": str(folder), "rows": 4 * STEPS, "kills": KILLS,
+            "seed": 40, "seconds": 1.0,
             "options": {
-                "max_steps": STEPS,
-                "save_strategy": "steps",
-                "save_steps": 1,
-                "save_total_limit": 2,
+                "max_steps": STEPS, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2,
                 "max_completion_length": 300,
                 # Three of seven groups stay after every round. Of eight, the other four may all be the next batch.
                 "over_provisioning": 1.75,
                 "weight_sync_dir": str(folder),  # what is killed in the middle of a sync leaves files
             },
-        }
+        }  # fmt: skip
         (folder / "spec.json").write_text(json.dumps(spec))
         process = forker.start("kill_worker", folder / "spec.json", {"TOKENIZERS_PARALLELISM": "false"})
         output = process.communicate(timeout=1100)
         assert process.returncode == 0, output[-6000:]
     return [read(path) for path in sorted(folder.glob("journal-*.jsonl"))]
-
-
-def own_server(model_dir: str) -> LocalServer:
-    return LocalServer(model_dir, vllm_args=FLAGS, quiet=True, restart=True)
 
 
 def read(path: Path) -> list[dict[str, Any]]:

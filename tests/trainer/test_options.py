@@ -12,7 +12,7 @@ from transformers import TrainerCallback, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.support.fake_vllm import FakeVLLM
-from tests.support.tool_calling import DATASET, END, TOKENIZER, ToolScript, encode
+from tests.support.tool_calling import DATASET, END, TOKENIZER, ToolScript
 from tests.trainer.test_tools import april
 from trl_april.bridge import rows
 from trl_april.bridge.compatibility import FIXED, OF_TRANSFORMERS
@@ -91,7 +91,6 @@ INTERNAL = set(
     """async_loop_thread chat_template continuous_batching_config environments vllm_generation
     vllm_gpu_memory_utilization vllm_tensor_parallel_size use_transformers_continuous_batching""".split()
 )
-THOUGHTS = [[f"so <answer>{text}</answer> or </answer> not" + END] for text in ("1", "12", "", "1 </answer")]
 STOP = "</answer>"
 SIZES = {"num_generations": 4, "per_device_train_batch_size": 4, "over_provisioning": 3.0, "max_steps": 4}
 
@@ -102,7 +101,7 @@ def no_reward(completions, **kwargs):
 
 @pytest.fixture
 def fake(one_thread):
-    with FakeVLLM(vocab_size=len(TOKENIZER), script=ToolScript(THOUGHTS, seconds_per_chunk=0.01).stream) as server:
+    with FakeVLLM(vocab_size=len(TOKENIZER), script=ToolScript([["no." + END]] * 4).stream) as server:
         yield server
 
 
@@ -141,19 +140,6 @@ def test_options_that_cannot_be_honored_are_refused_or_named(fake, tmp_path, cap
         assert f"not transformers: {name}." in caplog.text
 
 
-def test_stop_strings_end_completions_wherever_they_are_cut(fake, tmp_path):
-    """The fake server ignores them, and cuts the stop string itself, as chunks have three tokens."""
-    trainer = trainer_of(fake, tmp_path, overlap_generation=False, stream_interval=3, generation_kwargs={"stop": STOP})
-    trainer.train()
-    bodies = [one.body for one in fake.received_at("/v1/completions") if one.body.get("stream")]
-    assert all(body["stop"] == [STOP] for body in bodies)
-    assert len(bodies) > 16, "no request was cut"
-    wanted = sorted(encode(text[: text.index(STOP) + len(STOP)]) for (text,) in THOUGHTS)
-    for batch in trainer.batches:
-        mask = batch["completion_mask"].bool()
-        assert sorted(ids[m].tolist() for ids, m in zip(batch["completion_ids"], mask, strict=True)) == wanted
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -165,9 +151,8 @@ def test_stop_strings_end_completions_wherever_they_are_cut(fake, tmp_path):
 )
 def test_end_tokens_are_those_of_the_start_of_training(fake, tmp_path, change):
     """Whoever names them: stock reads its own config at every batch, and counts other completions as truncated."""
-    trainer = trainer_of(
-        fake, tmp_path, chat_template_kwargs={"enable_thinking": False}, generation_kwargs={"stop": STOP}
-    )
+    options = {"chat_template_kwargs": {"enable_thinking": False}, "generation_kwargs": {"stop": STOP}}
+    trainer = trainer_of(fake, tmp_path, **options)
     change(trainer)
     sampling = rows.sampling(trainer)
     assert 9 in trainer.eos_token_ids and sampling.body["stop_token_ids"].count(9) == 1

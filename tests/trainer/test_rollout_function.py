@@ -67,7 +67,7 @@ def checked_batches(trainer, count):
     return rows
 
 
-@pytest.mark.parametrize("options", [{}, {"dynamic_sampling": True}, {"overlap_generation": False}])
+@pytest.mark.parametrize("options", [{}, {"dynamic_sampling": True, "overlap_generation": False}])
 def test_every_sample_has_its_turns_masks_and_columns(fake, tmp_path, options):
     trainer = trainer_of(fake, tmp_path, max_steps=4, **options)
     trainer.train()

@@ -6,6 +6,7 @@ and the canary and the recorded log-probabilities say whether the weights arrive
 
 import os
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,16 +17,11 @@ from tests.support.preloaded import launch_preloaded
 pytestmark = [pytest.mark.server, pytest.mark.long, pytest.mark.timeout(400)]
 
 OPTIONS = {
-    "max_steps": 4,
-    "over_provisioning": 1.0,
-    "max_completion_length": 16,
-    "learning_rate": 1e-3,
+    "max_steps": 4, "over_provisioning": 1.0, "max_completion_length": 16, "learning_rate": 1e-3,
     "generation_kwargs": {"seed": 5},
     # Evaluation reads the weights with no backward pass before it.
-    "eval_strategy": "steps",
-    "eval_steps": 2,
-    "per_device_eval_batch_size": 4,
-}
+    "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4,
+}  # fmt: skip
 FULL = {"name": "full", "kind": "train_sharded", "options": OPTIONS}
 LORA = {"name": "lora", "kind": "train_sharded", "lora": True, "options": {**OPTIONS, "learning_rate": 1e-2}}
 # As it is meant to be used: partial samples and several versions.
@@ -40,25 +36,19 @@ COMPARED = [(kind, name) for kind, name in CASES if name != "april"]
 def sharded(server, forker, tiny_model_dir, tmp_path_factory):
     """Runs of every kind, by the names of their configurations; made when asked for."""
     folder = tmp_path_factory.mktemp("sharded")
-    made = {}
+    # DeepSpeed builds an extension when it is first used, with the ninja that is installed beside Python.
+    common = {"env": {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}}
+    common |= {"model": tiny_model_dir, "url": server.base_url}
+
+    @cache
+    def launched(config: str):
+        runs = [{**run, "fsdp": config == "fsdp2"} for run in RUNS[config]]
+        return launch_preloaded(forker, 2, runs, folder / config, config=f"{config}.yaml", **common)
 
     def run(config: str):
-        if config not in made:
-            runs = [{**r, "fsdp": config == "fsdp2"} for r in RUNS[config]]
-            # DeepSpeed builds an extension when it is first used, with the ninja that is installed beside Python.
-            env = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-            made[config] = launch_preloaded(
-                forker,
-                2,
-                runs,
-                folder / config,
-                model=tiny_model_dir,
-                url=server.base_url,
-                config=f"{config}.yaml",
-                env=env,
-            )
-        assert made[config].code == 0, made[config].output[-6000:]
-        return made[config]
+        done = launched(config)
+        assert done.code == 0, done.output[-6000:]
+        return done
 
     return run
 

@@ -23,12 +23,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 LOOKS: Counter[int] = Counter()  # calls of `look`, by their argument
 
 
-def look(at: int) -> list:
-    """Shows a picture.
+def tool(function):
+    """A tool `look`, with the text that TRL reads."""
+    function.__doc__ = "Shows a picture.\n\nArgs:\n    at: Its number.\n"
+    return function
 
-    Args:
-        at: Its number.
-    """
+
+@tool
+def look(at: int) -> list:
     LOOKS[at] += 1
     return [{"type": "image", "image": picture(at)}, {"type": "text", "text": f"no. {at}"}]
 
@@ -50,12 +52,8 @@ class Gallery:
     def reset(self, **row) -> list:
         return [{"type": "image", "image": picture(40)}, {"type": "text", "text": "Look."}]
 
+    @tool
     def look(self, at: int) -> list:
-        """Shows a picture.
-
-        Args:
-            at: Its number.
-        """
         return look(at)
 
 
@@ -185,19 +183,22 @@ def test_samples_that_are_cut_and_resumed_equal_stock(fake, tmp_path, monkeypatc
 
 
 def test_checkpoints_have_the_images_of_results(fake, tmp_path, monkeypatch):
-    """Parked samples continue with the images that they have seen, and no tool is called again for them."""
+    """Parked samples continue with the images that they have seen, and no tool is called again for them.
+
+    The images of their rows are read from the dataset again.
+    """
     fake.script = ToolScript(SCRIPT, seconds_per_chunk=0.02).stream
-    reference = train_stock(tmp_path, monkeypatch, **arguments(TEXT), max_steps=1)
+    reference = train_stock(tmp_path, monkeypatch, **arguments(IMAGES), max_steps=1)
     options = {**OPTIONS, "over_provisioning": 2.0, "stream_interval": 5, "save_strategy": "steps", "save_steps": 1}
     options |= {"learning_rate": 0.0, "overlap_generation": False, "save_only_model": False}
-    first = april(fake, tmp_path, **options, **arguments(TEXT), max_steps=2)
+    first = april(fake, tmp_path, **options, **arguments(IMAGES), max_steps=2)
     first.train()
     start = len(fake.received)
-    second = april(fake, tmp_path, Recording, **options, **arguments(TEXT), max_steps=3)
+    second = april(fake, tmp_path, Recording, **options, **arguments(IMAGES), max_steps=3)
     second.train(resume_from_checkpoint=str(tmp_path / "april" / "checkpoint-1"))
     reference.batches *= 2
     check_batches(second, reference)
-    assert max(check_requests(fake, reference, start)) == 5
+    assert max(check_requests(fake, reference, start)) == 7
     carried = [one for group in second.trained_groups for one in group.samples if one.versions[0] == 0]
     assert any(len(one.segments) > 1 and images_in(one.conversation.messages) for one in carried)
 
@@ -267,15 +268,13 @@ def test_prompts_with_images_are_rendered_with_the_tools_of_their_environments(f
 
 
 def test_an_image_that_is_no_picture_ends_training(fake, tmp_path):
+    @tool
     def look(at: int) -> list:
-        """Draws.
-
-        Args:
-            at: What.
-        """
         return [{"type": "image", "image": "picture.png"}]
 
     trainer = april(fake, tmp_path, **OPTIONS, **arguments(TEXT, tools=[look]), overlap_generation=True)
     assert trainer._april_options.resume_kv == "reuse"  # requests with images are not kept through a sync
     with pytest.raises(ConfigError, match="'picture.png' as an image in a result of the tool 'look'"):
         trainer.train()
+    bodies = [one.body for one in fake.received if isinstance(one.body, dict) and one.body.get("stream")]
+    assert bodies and not any(body.get("features") for body in bodies), "without images, requests have none"

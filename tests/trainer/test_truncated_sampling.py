@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.server, pytest.mark.usefixtures("one_thread")]
 )
 def test_recorded_and_trained_log_probabilities_agree(server, tiny_model_dir, tmp_path, caplog, options):
     """Without a learning rate, of the same weights at any age."""
-    options = {"learning_rate": 0.0, "max_steps": 4, "max_completion_length": 48, **options}
+    options = {"learning_rate": 0.0, "max_steps": 3, "max_completion_length": 48, **options}
     trainer = make_trainer(server, tiny_model_dir, tmp_path, **options)
     trainer.train()
     differences = [entry.get("sampling/sampling_logp_difference/max") for entry in trainer.state.log_history]

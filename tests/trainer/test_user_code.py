@@ -66,12 +66,14 @@ def number_of_tokens(completion_ids, **kwargs):
     return [float(len(ids)) for ids in completion_ids]
 
 
-def ask(number: int) -> str:
-    """Asks.
+def tool(function):
+    """A tool `ask`, with the text that TRL reads."""
+    function.__name__, function.__doc__ = "ask", "Asks.\n\nArgs:\n    number: A number.\n"
+    return function
 
-    Args:
-        number: A number.
-    """
+
+@tool
+def ask(number: int) -> str:
     with time_limit(5):
         return "z" * number
 
@@ -107,25 +109,14 @@ def make_raiser(where, error, calls=5):
     async def reward_later(completions, **kwargs):
         return reward(completions)
 
+    @tool
     def ask(number: int) -> int:
-        """Asks.
-
-        Args:
-            number: A number.
-        """
         fail()
         return number
 
+    @tool
     async def ask_later(number: int) -> int:
-        """Asks.
-
-        Args:
-            number: A number.
-        """
-        fail()
-        return number
-
-    ask_later.__name__ = "ask"
+        return ask(number)
 
     class Failing:
         def reset(self, **row):
@@ -167,17 +158,15 @@ def test_what_user_code_raises_ends_training_as_in_stock(fake, left, tmp_path, w
     kind = RuntimeError if isinstance(error, StopIteration) and where == "async reward" else type(error)
     with pytest.raises(kind) as raised:
         trainer.train()
-    assert raised.value is error or kind is RuntimeError
+    if kind is not RuntimeError:
+        assert raised.value is error and raised.traceback[-1].name == "fail", "not the user's own line"
+    assert trainer.rollout_func is None and not fake.live
     assert not left("trl-april-tools") and not left("trl-april-rewards")
 
 
 def test_a_tool_that_never_works_ends_training(fake, tmp_path):
+    @tool
     def ask(number: int) -> str:
-        """Asks.
-
-        Args:
-            number: A number.
-        """
         raise ConnectionRefusedError(111, f"no service for {number}")
 
     turns = [[call("ask", number=10 * n + turn) + END for turn in range(9)] for n in range(8)]
@@ -208,12 +197,8 @@ class Limited:
     def reset(self, **row):
         pass
 
+    @tool
     def ask(self, number: int) -> str:
-        """Acts.
-
-        Args:
-            number: The action.
-        """
         with time_limit(5):
             return str(self.connection.execute("select ?", [number]).fetchone()[0])
 
