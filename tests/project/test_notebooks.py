@@ -76,7 +76,7 @@ def test_long_tail_recommends_settings(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.server
-def test_tools_trains_with_a_tool_and_in_an_environment(tmp_path):
+def test_tools_trains_with_a_tool_in_an_environment_and_by_an_address(tmp_path):
     printed, _ = execute("tools.ipynb", tmp_path, {"max_steps=16": "max_steps=4", "steps=120": "steps=90"})
     assert int(re.search(r"^(\d+) tokens carried over$", printed, re.MULTILINE)[1]) > 0
     assert "the pool holds 0 groups" in printed
@@ -87,3 +87,4 @@ def test_tools_trains_with_a_tool_and_in_an_environment(tmp_path):
         rewards, calls = [float(row[1]) for row in steps], [float(row[2]) for row in steps]
         assert 0.1 < statistics.mean(rewards) < 1 and statistics.mean(calls) > 0.2, printed
     assert len(re.findall(r"^(?:first|last) 1 steps: reward \d\.\d\d$", printed, re.MULTILINE)) == 4
+    assert len(re.findall(r"^agent, step \d: reward 0\.[1-9]\d$", printed, re.MULTILINE)) >= 3, printed

@@ -57,7 +57,11 @@ def test_accepted_server_describes_itself(tmp_path: Path):
         quantization="fp8",
         device="cuda:1",
         weight_transfer={"backend": "nccl"},
-        more_config={"scheduler_config": {"max_num_seqs": 128}, "parallel_config": {"data_parallel_size": 4}},
+        more_config={
+            "scheduler_config": {"max_num_seqs": 128},
+            "parallel_config": {"data_parallel_size": 4},
+            "speculative_config": {"method": "ngram"},
+        },
     )
     assert (info.dtype, info.quantized, info.device, info.has_weight_transfer) == ("bfloat16", True, "cuda", True)
     assert (info.max_sequences, info.engines) == (512, 4)
@@ -88,6 +92,7 @@ def test_server_is_accepted(says, options):
     [
         (ServerError, {"dev_endpoints": False}, ["no development endpoints", "VLLM_SERVER_DEV_MODE=1"]),
         (ConfigError, {"logprobs_mode": "raw_logits"}, ["--logprobs-mode raw_logits", "raw_logprobs"]),
+        (ConfigError, {"more_config": {"speculative_config": {"method": "mtp"}}}, ["method 'mtp'", "'ngram'"]),
         (
             ConfigError,
             {"max_model_len": 256},  # a prompt has at least one token

@@ -89,8 +89,11 @@ def test_limit_of_open_files_is_raised_for_connections(monkeypatch, soft, hard, 
 def test_too_many_connections_are_refused_before_they_fail(monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda which: (256, 1024))
     monkeypatch.setattr("resource.setrlimit", lambda *_: None)
-    with pytest.raises(ConfigError, match="769 requests in flight.* may open only 1024 files.*ulimit -Hn"):
+    with pytest.raises(ConfigError, match="769 requests in flight.* 1 files.* only 1024.*ulimit -Hn"):
         reserve_connections(1025 - OTHER_FILES)
+    assert reserve_connections(192, files_each=4) == 192
+    with pytest.raises(ConfigError, match="193 requests in flight.* 4 files"):
+        reserve_connections(193, files_each=4)
 
 
 def test_gpus_are_counted_by_the_drivers_and_unknown_without_one(tmp_path, monkeypatch):

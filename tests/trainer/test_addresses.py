@@ -130,9 +130,10 @@ def five_turns(prompt, engine, row):
     return {"lengths": [turn]}
 
 
-def test_recorded_log_probabilities_are_the_trainers_in_every_turn(tmp_path):
-    """With the chat template of another model family, over turns that are cut and cut short."""
-    tokenizer = tokenizer_of("gemma3")
+@pytest.mark.parametrize("name", ["qwen3", "llama3_1", "gemma3"])
+def test_recorded_log_probabilities_are_the_trainers_in_every_turn(tmp_path, name):
+    """With the chat templates of model families, over turns that are cut and cut short."""
+    tokenizer = tokenizer_of(name)
     model = build_model(vocab_size=len(tokenizer))
     script = Sampled(copy.deepcopy(model), [tokenizer.eos_token_id])
     with FakeVLLM(vocab_size=len(tokenizer), script=script.stream) as fake:

@@ -6,7 +6,7 @@ import pytest
 
 from trl_april.bridge.hand_over import HandOver, rollout_output
 from trl_april.pool.pool import Pool
-from trl_april.pool.samples import FinishReason, Group
+from trl_april.pool.samples import Conversation, FinishReason, Group
 from trl_april.rollout.record import Round
 from trl_april.training.batch import batch_rows, length_bins, length_quantile, round_metrics
 
@@ -109,6 +109,15 @@ def test_rows_and_tokens_are_copies():
     for values in output.values():
         values[0].append(0)
     assert rollout_output(batch) == expected
+
+
+def test_a_column_that_only_some_rollouts_return_is_none_for_the_others():
+    """Unless the dataset has it. TRL reads the names of columns from the first row."""
+    batch = groups()
+    batch[0].samples[1].conversation = Conversation(columns={"score": 1, "tags": [9]})
+    rows = batch_rows(batch)
+    assert [row["score"] for row in rows] == [None, 1, None, None]
+    assert [row["tags"] for row in rows] == [[0], [9], [3], [3]]
 
 
 def test_the_metrics_of_a_round():
