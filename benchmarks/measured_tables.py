@@ -258,7 +258,8 @@ def tasks() -> str:
 
 STRESSED = (
     ("2e-4", "8 token_truncate"), ("4e-4", "8 none"), ("4e-4", "2 token_truncate"), ("4e-4", "8 token_truncate"),
-    ("4e-4", "8 opsm"), ("4e-4", "8 dppo"), ("7e-4", "8 token_truncate"), ("7e-4", "8 opsm"), ("7e-4", "8 dppo"),
+    ("4e-4", "8 sequence_mask"), ("4e-4", "8 opsm"), ("4e-4", "8 dppo"), ("7e-4", "8 token_truncate"),
+    ("7e-4", "8 sequence_mask"), ("7e-4", "8 opsm"), ("7e-4", "8 dppo"),
 )  # fmt: skip
 
 
@@ -332,7 +333,7 @@ def claims() -> str:
         (
             "With engine and trainer on separate cores, trl-april trains "
             f"{by_theirs(split, 4)} times the tokens per second of TRL's async trainer at a staleness bound of 4, "
-            f"{by_theirs(split, 8)} times at 8, and {by_theirs(split, 16)} times at 16, each at its best setting. "
+            f"{by_theirs(split, 8)} times at 8, and {by_theirs(split, 16)} times at 16, TRL's at its best setting. "
             f"TRL's drops {dropped(split, 4)}, {dropped(split, 8)} and {dropped(split, 16)} of its tokens, the long "
             "completions, trl-april none. Rewards cannot be told apart.",
             "`peers.py --split` as below", "peers_split.json",

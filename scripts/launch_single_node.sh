@@ -118,8 +118,8 @@ if ((${#gpus[@]} == 0)); then
     processes=${processes:-1}
     config=${config:-$here/accelerate/cpu_ddp.yaml}
 elif ((${#gpus[@]} == 1)); then
-    die "one GPU was found (${gpus[0]}), but server and trainer need one each. To share it, run them by hand:" \
-        "trl-april serve MODEL --gpu-memory-utilization 0.4, and scripts/grpo.py with --weight_sync filesystem."
+    die "one GPU was found (${gpus[0]}), but server and trainer need one each here. To share it, run" \
+        "scripts/grpo.py alone: it starts the server beside the trainer."
 else
     is_divided=false # by vLLM's flags
     [[ ${vllm_args[*]} != *-parallel-size* ]] || is_divided=true

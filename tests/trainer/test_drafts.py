@@ -31,8 +31,9 @@ def repeating(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def drafting(repeating):
-    flags = ["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager"]
+def drafting(repeating, tiny_model_dir):
+    """It has the name of the server that all tests share."""
+    flags = ["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager", "--served-model-name", tiny_model_dir]
     with LocalServer(repeating, vllm_args=[*flags, "--speculative-config", json.dumps(DRAFTS)], quiet=True) as server:
         yield server
 
@@ -60,7 +61,7 @@ def check_drafts(server, trainer, generated: float) -> None:
 def test_log_probabilities_versions_and_counters_are_exact(drafting, repeating, tmp_path, monkeypatch, options):
     starts, generated = note_starts(monkeypatch), counter(drafting, "vllm:generation_tokens_total")
     trainer = make_trainer(
-        drafting, repeating, tmp_path, over_provisioning=4.0, max_completion_length=300, max_steps=6,
+        drafting, repeating, tmp_path, over_provisioning=4.0, max_completion_length=300, max_steps=4,
         generation_kwargs={"ignore_eos": True}, **options,
     )  # fmt: skip
     trainer.train()

@@ -35,7 +35,6 @@ def test_preempted_requests_live_through_syncs(small, tiny_model_dir, tmp_path, 
     assert len(samples) == 48 * 4 and all(len(sample) == LENGTH for sample in samples)
     kept = sum(len(sample.segments) - 1 for sample in samples)
     aborted = sum(done.aborted_requests for done in trainer.rounds)
-    print(kept, aborted, counter(small, "vllm:num_preemptions_total") - preemptions, [done.seconds for done in trainer.rounds])
     assert kept > 2 * aborted, "most requests are held, although some wait for memory"
     assert all(math.isfinite(value) for sample in samples for value in sample.logprobs)
     assert len(trainer.pool) == 0 and wait_until_idle(small) == 0

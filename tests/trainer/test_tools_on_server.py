@@ -7,6 +7,7 @@ import random
 
 import pytest
 from datasets import Dataset
+from openai import AsyncOpenAI, BadRequestError
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.preloaded import launch_preloaded
@@ -77,6 +78,9 @@ def pause_after_a_turn(row) -> float:
 
 
 async def ask_three_times(prompt, engine, row):
+    """By token ids, or by the sample's address."""
+    if row["number"] % 2:
+        return {"lengths": [length async for length in lengths_by_address(prompt, engine, row)]}
     ids, lengths = [*engine.prompt_ids], []
     for _ in range(3):
         turn = await engine.generate(ids)
@@ -86,6 +90,21 @@ async def ask_three_times(prompt, engine, row):
         ids += [*turn.token_ids, *FOLLOW_UP]
         await asyncio.sleep(pause_after_a_turn(row))
     return {"lengths": lengths}
+
+
+async def lengths_by_address(prompt, engine, row):
+    messages = [*prompt]
+    async with AsyncOpenAI(base_url=engine.base_url, api_key=engine.api_key, max_retries=0) as api:
+        for _ in range(3):
+            try:
+                answer = await api.chat.completions.create(model="m", messages=messages)
+            except BadRequestError as error:
+                assert error.code == "context_length_exceeded"
+                break
+            yield answer.usage.completion_tokens
+            said = answer.choices[0].message.model_dump(exclude_none=True)
+            messages += [said, {"role": "user", "content": "and"}]
+            await asyncio.sleep(pause_after_a_turn(row))
 
 
 def many_turns(completions, lengths, **kwargs):
@@ -115,7 +134,7 @@ def check_turns(trainer) -> int:
 
 @pytest.mark.long
 def test_two_processes_in_turns_and_one_that_continues(server, forker, tiny_model_dir, tmp_path):
-    """Coroutines stay in the process that generates; samples are trained in both.
+    """Coroutines and addresses stay in the process that generates; samples are trained in both.
 
     A single process continues every one of them from their checkpoint.
     """
@@ -137,7 +156,12 @@ def test_two_processes_in_turns_and_one_that_continues(server, forker, tiny_mode
     assert check_turns(trainer) > 1 and check_logprobs(trainer) > 300
     carried = [sample for group in trainer.trained_groups for sample in group.samples if sample.versions[0] < 2]
     assert any({2, 3} & {*sample.versions} for sample in carried)
-    assert not any(entry.get("april/restarted_samples") for entry in trainer.state.log_history)
+    log = [entry for entry in trainer.state.log_history if "april/restored_samples" in entry]
+    assert (
+        sum(entry["april/restarted_samples"] for entry in log)
+        == 0
+        < sum(entry["april/restored_samples"] for entry in log)
+    )
     assert wait_until_idle(server) == 0
 
 

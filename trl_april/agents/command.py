@@ -1,7 +1,7 @@
 """Agents that are programs: a process per sample.
 
-Invariant: a process ends with its sample, and so do those that it started. Where util-linux has `setpriv`, it also ends
-with a trainer that is killed.
+Invariant: a process ends with its sample, and so do those that it started. Where util-linux has `setpriv`, a process
+also ends with a trainer that is killed.
 """
 
 from __future__ import annotations

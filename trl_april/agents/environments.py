@@ -78,7 +78,7 @@ class Restorable:
         return [new for _, new in found]
 
     def take_restored(self) -> tuple[int, int]:
-        """Unfinished samples that continue with all their tokens, and samples that lost tokens, since the last call."""
+        """Unfinished samples that kept all their tokens, and samples that lost tokens, since the last call."""
         counts = self.num_restored, self.num_restarted
         self.num_restored = self.num_restarted = 0
         return counts

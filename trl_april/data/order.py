@@ -123,17 +123,17 @@ def resumed_source(
             f"but its weights are of step {step}. Resume from another checkpoint, or remove its folder `april` to "
             "continue without partial samples."
         )
-    _kept = rows.dataset.reader() if isinstance(rows.dataset, SharedStream) else None  # two sources read an epoch
+    _kept = rows.dataset.reader() if isinstance(rows.dataset, SharedStream) else None  # keeps rows for a second source
     source = make_source(rows, plan, step)
-    # The groups in the checkpoint are ahead of the row where stock GRPO resumes.
+    # The checkpoint's groups follow the row at which stock GRPO resumes.
     unused = source.pass_over(held + rejected, rejected=rejected, next_id=next_id)
     if not plan.skip_trained_rows:
         if rows.is_stream:
-            source.delegate_to(make_source(rows, plan, step))  # from the first row: stock GRPO skips none either
+            source.delegate_to(make_source(rows, plan, step))  # from the first row, as in stock GRPO
         return source, unused
-    # `Trainer` cannot tell where a stream ended before, and starts its next epoch anew. A run that began inside a
-    # batch has other batches than its step count suggests. So count the rows like stock GRPO, but read on where this
-    # run stopped, if a round has the same size.
+    # `Trainer` does not know where a stream's earlier epochs ended, and starts its next epoch at the first row. A run
+    # that began inside a batch has different batches than its step count implies. So count rows like stock GRPO, but
+    # continue where this run stopped, if the round size is unchanged.
     origin = make_source(rows, plan, cursor["origin"])
     if (rows.is_stream or origin.offset) and origin.state_dict() | {"handed_out": cursor["handed_out"]} == cursor:
         origin.replace(rejected)

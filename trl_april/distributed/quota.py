@@ -26,10 +26,10 @@ POLL = 0.05  # seconds between two looks at the store
 class SharedQuota:
     """Counts finished groups of all processes against the requirements of a round.
 
-    The store must be for this object alone. A round that rejected `max_rejected` groups is filled with them.
-    `num_finished` and `num_tokens` count all processes in this round, as of the last update. `is_closed` and
-    `is_suspended` tell how the round ended. After [`~SharedQuota.stop`] they are equal in all processes, except on
-    errors.
+    The store must be for this object alone. Once a round has rejected `max_rejected` groups, its rejected groups count
+    towards the quota. `num_finished` and `num_tokens` count all processes in this round, as of the last update.
+    `is_closed` and `is_suspended` tell how the round ended. After [`~SharedQuota.stop`], each flag is the same in all
+    processes, except on errors.
     """
 
     def __init__(self, store: Store, schedule: Schedule, max_rejected: int | None = None) -> None:
@@ -96,7 +96,7 @@ class SharedQuota:
 
     def stop(self, *, suspend: bool = False) -> None:
         """Read how the round ended. All processes call it; `suspend` interrupts an open round in all of them."""
-        with suppress(RuntimeError):  # the store is gone, and the error of the round says why
+        with suppress(RuntimeError):  # the store is gone; the error of the round gives the cause
             if suspend and not self._has_ended:
                 self._publish(SUSPENDED)
             self.refresh()
@@ -114,7 +114,7 @@ class SharedQuota:
 
     def end_round(self) -> None:
         """Remove the counters. A single process calls it, after all processes have read them."""
-        names = [str(number) for number in range(len(self._requirements) + 1)]  # the last counter is of the tokens
+        names = [str(number) for number in range(len(self._requirements) + 1)]  # the last counter counts tokens
         names += ["events", *(f"event-{n}" for n in range(1, self._store.add(self._key("events"), 0) + 1))]
         for name in names:
             self._store.delete_key(self._key(name))

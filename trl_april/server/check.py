@@ -105,8 +105,8 @@ def check_server(
     if drafts is not None and drafts not in _DRAFTS:
         raise ConfigError(
             f"The vLLM server at {base_url} drafts tokens by the method {drafts!r} (--speculative-config), which has "
-            "weights that no weight sync brings: its drafts would be accepted ever less as the model is trained. Draft "
-            "by 'ngram' or 'suffix', which have no weights, or not at all."
+            "weights that weight syncs do not update: its drafts would be accepted less and less. Draft by 'ngram' or "
+            "'suffix', which have no weights, or not at all."
         )
     if max_completion_length is not None and info.max_model_len <= max_completion_length:
         raise ConfigError(

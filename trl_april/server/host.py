@@ -179,9 +179,9 @@ def reserve_connections(number: int, files_each: int = 1) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if number * files_each + OTHER_FILES > allowed:
         raise ConfigError(
-            f"This process would have {number} requests in flight, for each of which it opens {files_each} files, but "
-            f"may open only {allowed}. Raise the limit (`ulimit -Hn`), lower over_provisioning or the batch size, or train "
-            "in more processes."
+            f"This process would have {number} requests in flight, each with {files_each} files, but may open "
+            f"only {allowed}. Raise the limit (`ulimit -Hn`), lower over_provisioning or the batch size, or train in "
+            "more processes."
         )
     return (allowed - OTHER_FILES) // files_each
 

@@ -31,8 +31,8 @@ QUANTILES = {"p10": 0.10, "p25": 0.25, "p50": 0.50, "p75": 0.75, "p90": 0.90, "p
 def batch_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """A row per sample, each a separate copy, since TRL and reward functions write into them.
 
-    Prompts include the observation of the environment's reset, and columns the result of the rollout function. A column
-    that only other samples returned is `None`, since TRL reads the names of all rows from the first.
+    Prompts include the observation of the environment's reset, and columns the result of the rollout function. A
+    column that only other samples returned is `None`, since TRL reads the names of all columns from the first row.
     """
     samples = [(group, sample, sample.conversation) for group in groups for sample in group.samples]
     returned = [(conversation and conversation.columns) or {} for *_, conversation in samples]

@@ -103,7 +103,7 @@ class SyncedServer:
         return problem
 
     def lose(self) -> None:
-        """Leave the server out, and watch in the background for its return. A sync that is running decides itself."""
+        """Leave the server out, and watch for its return in the background. A running sync settles its outages."""
         if self.life.lose():
             self._watch = _Watch(ServerControl(self.base_url, self.control.session.seconds, self.control.headers))
 
@@ -136,7 +136,7 @@ class SyncedServer:
         return self.load().waiting
 
     def look_before(self, path: str, sequences: Sequence[list[int]], *, as_next: bool) -> None:
-        """Keep the values of the canary and longer sequences if the server has the weights of this folder or id."""
+        """Record log-probabilities of `sequences` if the server still has the weights of `path`, a folder or id."""
         is_same = bool(path) and os.path.realpath(path) == os.path.realpath(self.info.path)
         if is_same and self.info.has_weights and self.control.weight_version() == FRESH:
             ask = next_logprobs if as_next else server_logprobs
@@ -144,7 +144,7 @@ class SyncedServer:
             self.values_before = [first, *self._longer(self.info.model, sequences)]
 
     def _longer(self, model: str, sequences: Sequence[list[int]]) -> list[list[float]]:
-        """Values after sequences that are longer than the canary."""
+        """Next-token log-probabilities after the sequences that are longer than the canary."""
         return [next_logprobs(self.control, model, sequence) for sequence in sequences[1:]]
 
     def begin_load(self) -> None:
@@ -186,7 +186,7 @@ class SyncedServer:
         if sees_images:
             self.control.request("POST", "reset_encoder_cache")
         if not keeps_cache:
-            self.control.request("POST", "reset_prefix_cache")  # for other clients: our requests have salts
+            self.control.request("POST", "reset_prefix_cache")  # for other clients; our requests use cache salts
         self.end_load(adapter or str(version))
         ask, model = next_logprobs if as_next else server_logprobs, adapter or self.info.model
         several = self.info.engines > 1
@@ -204,7 +204,7 @@ class SyncedServer:
         self.life.enter(ServerState.HOLDING)
 
     def _verify_decoding(self, version: int, prompt: list[int], headers: dict[str, str] | None) -> None:
-        """Compare decoded tokens, as in rollouts, with the same tokens in a prompt."""
+        """Compare log-probabilities of the same tokens, decoded as in rollouts and as a prompt."""
         token_ids, decoded = decoded_logprobs(self.control, self.info.model, prompt, headers)
         prefilled = server_logprobs(self.control, self.info.model, prompt + token_ids, headers)[-DECODED:]
         self.canary.compare_decoded(decoded, prefilled, version, exact=self.info.dtype == "float32")
@@ -227,11 +227,11 @@ class _Watch:
                 if control.problem() is None:
                     return self.answers.set()
             except ServerError:
-                pass  # another program has its address
+                pass  # another program now listens at its address
 
 
 def combined(infos: Sequence[ServerInfo]) -> ServerInfo:
-    """The configuration of several servers together: the smallest context, and the sum of their sequences."""
+    """The combined configuration of several servers: the smallest context, and all concurrent sequences."""
     sequences = [info.max_sequences for info in infos if info.max_sequences is not None]
     return replace(
         infos[0],
