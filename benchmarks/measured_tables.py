@@ -199,6 +199,44 @@ def turns() -> str:
     )
 
 
+def kills_agent() -> str:
+    (found,) = results("kills_agent")
+    settings = json.loads((MEASURED / "kills_agent.json").read_text())["settings"]
+    return markdown(
+        (
+            "kills of the trainer, of the server", "steps, trained again", "rows, more than once",
+            "unfinished samples resumed and trained, their tokens", "of these generated again", "samples restored",
+            "samples that lost tokens",
+        ),
+        [[
+            f"{settings['kills']}, {settings['server_kills']}", f"{settings['steps']}, {found['steps_trained_again']}",
+            f"{found['rows']}, {found['rows_more_than_once']}",
+            f"{found['resumed_samples']}, {found['resumed_tokens']:,}", str(found["tokens_generated_again"]),
+            f"{found['restored_samples']:.0f}", f"{found['restarted_samples']:.0f}",
+        ]],
+    )  # fmt: skip
+
+
+def agents() -> str:
+    runs = results("peers_agents")
+    names = {
+        "agent-synchronous": "agent by address, `over_provisioning=1.0`", "agent": "agent by address, default options",
+        "default": "environment, default options", "trl-8-96": "TRL's async trainer, environment, bound 8",
+    }  # fmt: skip
+    rates = {(run["contestant"], run["seed"]): run["trained_tokens"] / run["seconds"] for run in runs}
+    rows = []
+    for name, title in names.items():
+        mine = [run for run in runs if run["contestant"] == name]
+        ratios = [rates[name, run["seed"]] / rates["agent-synchronous", run["seed"]] for run in mine]
+        rows.append([
+            title, str(len(mine)), spread([run["seconds"] for run in mine]),
+            spread([rates[name, run["seed"]] for run in mine]), spread(ratios, "{:.2f}"),
+            f"{statistics.median(run['dropped_tokens'] for run in mine):,.0f}",
+        ])  # fmt: skip
+    header = ("trainer", "seeds", "seconds", "trained tok/s (range)", "by the first row (range)", "tokens dropped")
+    return markdown(header, rows)
+
+
 # Rollouts
 
 
@@ -399,7 +437,8 @@ def files() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     name.__name__.replace("_", "-"): name
     for name in (
-        headline, claims, peers_table, split_devices, in_flight, peers_long, slow_rewards, tools, turns, rollout_limit,
+        headline, claims, peers_table, split_devices, in_flight, peers_long, slow_rewards, tools, turns, kills_agent, agents,
+        rollout_limit,
         rollout_limit_all, rollout_defaults, tasks, off_policy, off_policy_all, recipes, weight_sync, files,
     )
 }  # fmt: skip

@@ -62,7 +62,7 @@ def rollout_turns(rollout, *, timeout=None, stop=()) -> RolloutTurns:
         eos_token_ids=[tokenizer.eos_token_id],
     )  # fmt: skip
     chat_format = TrainersChatFormat(trainer)
-    server = AddressServer(chat_format, "tiny", {**SAMPLING, "stop": [*stop]}, user_code.threads("chat-template"))
+    server = AddressServer(chat_format, "tiny", {**SAMPLING, "stop": [*stop]})
     return RolloutTurns(
         rollout,
         lambda prompt: TOKENIZER.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"],

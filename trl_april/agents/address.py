@@ -12,7 +12,6 @@ import json
 import secrets
 import threading
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Executor
 from typing import Any
 
 from aiohttp import web
@@ -32,12 +31,11 @@ Ask = Callable[[Asked], Awaitable[Turn]]
 class AddressServer:
     """Serves the addresses of the samples of a process, from the first that is opened.
 
-    `sampling` are the options of training that requests may name, but not change. Conversations are rendered and
-    parsed in `threads`.
+    `sampling` are the options of training that requests may name, but not change.
     """
 
-    def __init__(self, chat: ChatFormat, model: str, sampling: Mapping[str, Any], threads: Executor) -> None:
-        self.chat, self.model, self.sampling, self.threads = chat, model, sampling, threads
+    def __init__(self, chat: ChatFormat, model: str, sampling: Mapping[str, Any]) -> None:
+        self.chat, self.model, self.sampling = chat, model, sampling
         self._addresses: dict[str, SampleAddress] = {}
         self._lock = threading.Lock()
         self._loop: BackgroundLoop | None = None
@@ -64,7 +62,6 @@ class AddressServer:
         with self._lock:
             loop, self._loop, self._is_closed = self._loop, None, True
         self._addresses.clear()
-        self.threads.shutdown()
         if loop is not None:
             loop.run(self._runner.cleanup())
             loop.close()
@@ -152,10 +149,9 @@ class SampleAddress:
         answer.add_done_callback(keep)
 
     async def _generated(self, asked: ChatRequest) -> Answer:
-        transcript, threads = self._transcript, self._server.threads
-        run = asyncio.get_running_loop().run_in_executor
+        # In this thread, which the chat format is for: each change of threads waits for the interpreter.
         try:
-            place = await run(threads, transcript.place, asked.messages, asked.tools)
+            place = self._transcript.place(asked.messages, asked.tools)
         except Exception as error:  # of the chat template
             raise Refused(400, f"The chat template does not take these messages: {error!r:.500}") from error
         request = Asked(place.token_ids, asked.limit, may_branch=True, difference=place.difference)
@@ -166,7 +162,7 @@ class SampleAddress:
         except Ended as error:
             raise Refused(404, str(error)) from error
         ids = turn.token_ids
-        message = await run(threads, lambda: transcript.answer(place, ids, asked.tools, calls_tools=asked.calls_tools))
+        message = self._transcript.answer(place, ids, asked.tools, calls_tools=asked.calls_tools)
         # By the tokens, since a recorded turn has no reason.
         is_cut = turn.finish_reason == "length" or len(ids) == asked.limit and not self._server.chat.has_ended(ids)
         reason = "length" if is_cut else "tool_calls" if message.get("tool_calls") else "stop"

@@ -15,7 +15,7 @@ from .tools import Message
 
 
 class ChatFormat(Protocol):
-    """The chat template of a model. Its methods are called in any thread."""
+    """The chat template of a model. Its methods are called in a single thread."""
 
     def render(self, messages: list[Message], tools: list[Message] | None) -> list[int]:
         """Token ids of a conversation, up to where the assistant answers."""

@@ -1,12 +1,11 @@
 """The chat template of a trainer, for conversations that an agent makes.
 
-Invariant: it runs in threads, on a processing class that the trainer does not use.
+Invariant: it runs in a single thread, on a processing class that the trainer does not use.
 """
 
 from __future__ import annotations
 
 import copy
-import threading
 from typing import Any
 
 from trl import GRPOTrainer
@@ -24,13 +23,12 @@ class TrainersChatFormat:
     """Renders messages and parses answers as the trainer does; a `ChatFormat`."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
-        self._trainer, self._lock = trainer, threading.Lock()
-        self._processing = processing = copy.deepcopy(trainer.processing_class)
-        self._tokenizer = getattr(processing, "tokenizer", processing)
+        self._trainer, self._processing = trainer, copy.deepcopy(trainer.processing_class)
+        self._tokenizer = getattr(self._processing, "tokenizer", self._processing)
         self._parses = any(self._format(name) is not None for name in ("response_template", "response_schema"))
         if not self._parses:
             try:
-                add_response_schema(processing)
+                add_response_schema(self._processing)
                 self._parses = True
             except ValueError:  # the template is not among those that TRL knows
                 pass
@@ -41,8 +39,7 @@ class TrainersChatFormat:
                 "TRL does not know how this chat template writes calls of tools, so answers cannot be parsed. Set "
                 "tokenizer.response_template (Response parsing in transformers' documentation), or omit tools."
             )
-        with self._lock:
-            return self._ids(self._text(messages, tools))
+        return self._ids(self._text(messages, tools))
 
     def follow_up(
         self, messages: list[Message], answer: Message, tools: list[Message] | None, *, has_ended: bool
@@ -55,11 +52,10 @@ class TrainersChatFormat:
             calls = zip(answer["tool_calls"], functions, strict=True)
             stand_in["tool_calls"] = [{**call, "function": function} for call, function in calls]
         dummy = [{"role": "user", "content": "dummy"}, stand_in]
-        with self._lock:
-            text = self._text([*dummy, *messages], tools)
-            # Together, since some tokenizers mark the beginning of a text.
-            start = text.rindex(MARKER) + len(MARKER)
-            before, ids = self._ids(text[:start]), self._ids(text)
+        text = self._text([*dummy, *messages], tools)
+        # Together, since some tokenizers mark the beginning of a text.
+        start = text.rindex(MARKER) + len(MARKER)
+        before, ids = self._ids(text[:start]), self._ids(text)
         if ids[: len(before)] != before:
             ids, before = self._ids(text[start:]), []
         rest = ids[len(before) :]
@@ -75,12 +71,10 @@ class TrainersChatFormat:
         return rest[end + has_ended :]
 
     def parse(self, token_ids: list[int], prefix: list[int], tools: list[Message] | None) -> Message:
-        with self._lock:
-            if self._parses:
-                message: Message = parse_response(self._tokenizer, token_ids, prefix=prefix, tools=tools)
-                return copy.deepcopy(message)
-            text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        return {"role": "assistant", "content": text}
+        if self._parses:
+            message: Message = parse_response(self._tokenizer, token_ids, prefix=prefix, tools=tools)
+            return copy.deepcopy(message)
+        return {"role": "assistant", "content": self._tokenizer.decode(token_ids, skip_special_tokens=True)}
 
     def has_ended(self, token_ids: list[int]) -> bool:
         return bool(token_ids) and token_ids[-1] in self._ends

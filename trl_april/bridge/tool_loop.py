@@ -100,8 +100,7 @@ def tool_turns(
     calls = ToolCalls(trainer._april_user_code, options.tool_timeout)
     loop = ToolLoop(trainer, calls)
     if rollout is not None:
-        threads = trainer._april_user_code.threads("chat-template")
-        addresses = AddressServer(TrainersChatFormat(trainer), trainer.model.name_or_path, _sampling(trainer), threads)
+        addresses = AddressServer(TrainersChatFormat(trainer), trainer.model.name_or_path, _sampling(trainer))
         return RolloutTurns(
             CommandRollout(rollout) if isinstance(rollout, str) else rollout,
             loop.tokenize,
