@@ -437,9 +437,9 @@ def files() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     name.__name__.replace("_", "-"): name
     for name in (
-        headline, claims, peers_table, split_devices, in_flight, peers_long, slow_rewards, tools, turns, kills_agent, agents,
-        rollout_limit,
-        rollout_limit_all, rollout_defaults, tasks, off_policy, off_policy_all, recipes, weight_sync, files,
+        headline, claims, peers_table, split_devices, in_flight, peers_long, slow_rewards, tools, turns, kills_agent,
+        agents, rollout_limit, rollout_limit_all, rollout_defaults, tasks, off_policy, off_policy_all, recipes,
+        weight_sync, files,
     )
 }  # fmt: skip
 
