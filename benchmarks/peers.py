@@ -94,6 +94,7 @@ class Run:
     oldest: int
     curve: list[tuple[int, float, float]]
     tokens: list[int] = field(default_factory=list)  # older files have none
+    cpu_seconds: dict[str, float] = field(default_factory=dict)  # of vLLM's engine, its API server, and all else
 
 
 def contestant(text: str) -> str:
@@ -113,6 +114,17 @@ def pin(process: int, cores: set[int]) -> None:
             os.sched_setaffinity(int(thread), cores)
 
 
+def cpu_seconds(server: int) -> dict[str, float]:
+    """CPU time so far of vLLM's engine, of its API server, and of this process and the children that have ended."""
+    api, own = psutil.Process(server), psutil.Process().cpu_times()
+    times = [process.cpu_times() for process in api.children(recursive=True)]
+    return {
+        "engine": sum(one.user + one.system for one in times),
+        "api_server": api.cpu_times().user + api.cpu_times().system,
+        "trainer": own.user + own.system + own.children_user + own.children_system,
+    }
+
+
 @contextmanager
 def on_core(core: int) -> Iterator[None]:
     """Run this process on one core."""
@@ -130,12 +142,14 @@ class Comparison(RecipeBench):
     """The trainings of all contestants from one warm start; each on the second core if they are `split`."""
 
     split = False
+    server = 0  # process
 
     def compare(self, name: str, seed: int) -> Run:
         """Train once, and evaluate the copies of the weights."""
-        recorder = Recorder(self.sizes.every)
+        recorder, before = Recorder(self.sizes.every), cpu_seconds(self.server)
         with on_core(1) if self.split else nullcontext():
             run, model = (self._theirs if name.startswith("trl") else self._ours)(name, seed, recorder)
+        run["cpu_seconds"] = {part: seconds - before[part] for part, seconds in cpu_seconds(self.server).items()}
         curve = [(0, 0.0, self.before.reward)]
         for step, (seconds, weights) in recorder.snapshots.items():
             model.load_state_dict(weights)
@@ -229,7 +243,7 @@ def measure(
     supply()
     with warm_started(sizes) as (model, folder, server):
         bench = Comparison(sizes, {}, OBJECTIVE, model, folder, server.base_url)
-        bench.reward_seconds, bench.split = reward_milliseconds / 1000, split
+        bench.reward_seconds, bench.split, bench.server = reward_milliseconds / 1000, split, server.pid
         if split:
             for process in (psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)):
                 pin(process.pid, {0})
