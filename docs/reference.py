@@ -59,7 +59,7 @@ CHAPTERS = {
     ],
     "Errors": [
         *("errors.AprilError", "errors.ConfigError", "errors.PoolError", "errors.EngineError", "errors.ServerError"),
-        *("errors.WeightSyncError", "errors.CheckpointError"),
+        *("errors.WeightSyncError", "errors.CheckpointError", "errors.PeerError"),
     ],
     "Simulator": [
         *("tuning.scenario.Scenario", "tuning.scenario.Lognormal", "tuning.step_time.StepTime"),

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .agents.turn_engine import Turn, TurnEngine
     from .config import APRILGRPOConfig
-    from .errors import AprilError, CheckpointError, ConfigError, EngineError, PoolError, ServerError, WeightSyncError
+    from .errors import (
+        AprilError,
+        CheckpointError,
+        ConfigError,
+        EngineError,
+        PeerError,
+        PoolError,
+        ServerError,
+        WeightSyncError,
+    )
     from .pool.pool import Pool
     from .pool.samples import Group, Sample, Segment
     from .server.local import LocalServer
@@ -36,6 +45,7 @@ __all__ = [
     "EngineError",
     "Group",
     "LocalServer",
+    "PeerError",
     "Pool",
     "PoolError",
     "Sample",
