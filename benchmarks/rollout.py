@@ -5,6 +5,7 @@
     python benchmarks/rollout.py --sigma 1.0 --factors 1.0 2.0 --json result.json
     python benchmarks/rollout.py --useless 0.4          # dynamic sampling rejects and replaces 40 % of the groups
     python benchmarks/rollout.py --modes abort priority --max-sequences 16    # a server with a queue
+    python benchmarks/rollout.py --modes keep --factors 1.0 2.0 3.0 6.0 auto --kv-blocks 60   # a small KV cache
     python benchmarks/rollout.py --base-url http://127.0.0.1:8000    # a running server
 
 Modes:
@@ -381,7 +382,8 @@ def server(base_url: str | None, more_args: Sequence[str] = ()) -> Iterator[str]
 
 def run(options: argparse.Namespace, report: Report, left: Sequence[tuple[float, int]]) -> None:
     """Measure turns that are not in the file, and write it after every turn: a grid takes hours."""
-    server_args = [] if options.max_sequences is None else ["--max-num-seqs", str(options.max_sequences)]
+    limits = {"--max-num-seqs": options.max_sequences, "--num-gpu-blocks-override": options.kv_blocks}
+    server_args = [text for flag, value in limits.items() if value is not None for text in (flag, str(value))]
     if "priority" in options.modes:
         server_args += ["--scheduling-policy", "priority"]
     with server(options.base_url, server_args) as base_url:
@@ -426,6 +428,7 @@ def main() -> None:
     parser.add_argument("--stream-interval", type=int, default=64, help="tokens per streamed chunk")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-sequences", type=int, help="concurrent requests of our own server")
+    parser.add_argument("--kv-blocks", type=int, help="blocks in the KV cache of our server (128 tokens on a CPU)")
     parser.add_argument("--base-url", help="a running server (default: start one)")
     parser.add_argument("--json", type=Path, help="also write every measurement here, and resume from this file")
     parser.add_argument("--plot", type=Path, help="also plot the medians here")
