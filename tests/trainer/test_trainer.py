@@ -204,7 +204,7 @@ def test_auto_changes_the_factor_between_rounds(server, tiny_model_dir, tmp_path
     """Without `max_completion_length`, the context is the limit. Connections are reserved for the highest factor."""
     caplog.set_level("INFO", logger="trl_april.rollout.training_steps")
     room = []
-    monkeypatch.setattr("trl_april.session.reserve_connections", lambda number: room.append(number) or 10**6)
+    monkeypatch.setattr("trl_april.session.reserve_connections", lambda number, *_: room.append(number) or 10**6)
     monkeypatch.setattr(admission_control, "ROUNDS", 1)
     trainer = make_trainer(server, tiny_model_dir, tmp_path, over_provisioning="auto", max_completion_length=None)
     trainer.train()

@@ -38,6 +38,7 @@ from .user_code import carrying
 logger = get_logger(__name__)
 
 T = TypeVar("T")
+ATTEMPTS = 4  # to free a server whose KV cache is full, before all requests are aborted
 
 
 class FactorControl(Protocol):
@@ -190,19 +191,23 @@ class TrainingSteps(RoundSteps):
         On a full server the canary would wait in the queue for as long as completions take, so a slot is freed first.
         """
         servers, addresses = self.server.servers, self.server.servers.addresses
-        counts = self.loop.run(self.driver.stop_asking(addresses))
-        without_tokens, *running = self.processes.reduce_sum(counts)
-        queues = servers.queues() if any(running) else []
-        # Preempted requests have tokens, and come before the canary. vLLM preempts the youngest.
-        are_preempted = sum(waiting for waiting, _ in queues) > without_tokens
-        full = {
-            address: 1 + (math.ceil(waiting / self.processes.count) if are_preempted else 0)
-            for address, number, (waiting, places) in zip(addresses, running, queues, strict=False)
-            if waiting or number >= places
-        }
-        if full:
-            self.loop.run(self.driver.free_slots(full), poll=self.processes.check)
-        if are_preempted and any(waiting for waiting, _ in servers.queues()):
+        # The requests that stay are the longest, and need more memory than those that go.
+        for _ in range(ATTEMPTS):
+            without_tokens, *running = self.processes.reduce_sum(self.loop.run(self.driver.stop_asking(addresses)))
+            queues = servers.queues() if any(running) else []
+            # Preempted requests have tokens, and come before the canary. vLLM preempts the youngest.
+            all_waiting = sum(waiting for waiting, _ in queues)
+            preempted = max(0.0, 1 - without_tokens / all_waiting) if all_waiting else 0.0  # share of those that wait
+            full = {
+                address: 1 + math.ceil(preempted * waiting / self.processes.count)
+                for address, number, (waiting, places) in zip(addresses, running, queues, strict=False)
+                if waiting or number >= places
+            }
+            if full:
+                self.loop.run(self.driver.free_slots(full), poll=self.processes.check)
+            if not preempted:
+                break
+        else:
             return False
         (left,) = self.processes.reduce_sum([self.driver.in_flight])  # no process sends any more
         return left > 0
