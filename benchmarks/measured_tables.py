@@ -259,6 +259,10 @@ def rollout_limit() -> str:
     return _rollout_rows("rollout_limit", ROLLOUT, shown)
 
 
+def rollout_small_cache() -> str:
+    return _rollout_rows("rollout_small_cache", (*ROLLOUT[:5], "generated tok/s", *ROLLOUT[6:]))
+
+
 def rollout_limit_all() -> str:
     return _rollout_rows("rollout_limit", ROLLOUT)
 
@@ -438,8 +442,8 @@ TABLES: dict[str, Callable[[], str]] = {
     name.__name__.replace("_", "-"): name
     for name in (
         headline, claims, peers_table, split_devices, in_flight, peers_long, slow_rewards, tools, turns, kills_agent,
-        agents, rollout_limit, rollout_limit_all, rollout_defaults, tasks, off_policy, off_policy_all, recipes,
-        weight_sync, files,
+        agents, rollout_limit, rollout_limit_all, rollout_small_cache, rollout_defaults, tasks, off_policy,
+        off_policy_all, recipes, weight_sync, files,
     )
 }  # fmt: skip
 
