@@ -35,7 +35,7 @@ class TrainingRows:
         return not isinstance(self.dataset, Dataset)
 
     def read(self, ref: RowRef) -> Row:
-        """The collated row of an index; the row of a stream unchanged."""
+        """Return the collated row at an index; return a stream's row unchanged."""
         return self.collate(self.dataset.__getitems__([ref]))[0] if isinstance(ref, int) else ref
 
     def columns(self) -> list[str]:
@@ -44,7 +44,7 @@ class TrainingRows:
         return list(self.collate([first])[0]) if first else []
 
     def longest_prompts(self, count: int, *, silent: bool) -> list[int]:
-        """Indices of the rows with the longest prompts, as text.
+        """Indices of the rows whose prompts are the longest as text.
 
         Empty for a stream, for a transform that makes prompts, and for images, whose tokens the text does not show.
         """

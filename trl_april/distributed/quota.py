@@ -2,7 +2,7 @@
 
 Each process adds its finished groups to the counters, and reads the sums with the same call. The first process that
 sees the quota met appends an event to the list, which all read; the list also holds the ids of rejected groups.
-Invariant: a group is counted once. The first event that ends a round decides in all processes, so a round closes in
+Invariant: a group is counted once. The first event that ends a round applies to all processes, so a round closes in
 all processes or in none.
 """
 

@@ -47,7 +47,7 @@ class SyncedServer:
         answer = partial(self.control.request, seconds=ANSWER_SECONDS)
         self.pause, self.lease = ServerPause(answer, base_url), ServerLease(answer, base_url)
         self.life = ServerLifecycle()
-        self.known_info: ServerInfo | None = None  # once it was connected to
+        self.known_info: ServerInfo | None = None  # set on the first connection
         self.outage: Exception | None = None  # why it is down
         self.version = ""  # the last weight version sent to it, even if its answer was lost
         self.was_incomplete = False  # whether an earlier sync, of any run, left the weights incomplete
@@ -73,7 +73,7 @@ class SyncedServer:
         return self.life.state is ServerState.LOST and (self._watch is None or self._watch.answers.is_set())
 
     def reserve(self) -> None:
-        """Raise [`WeightSyncError`] if another training run uses the server, as far as can be seen."""
+        """Raise [`WeightSyncError`] if a lease or running requests show that another training run uses the server."""
         if self.lease.take() or self.control.weight_version() in (None, FRESH):
             return
         load = server_load(self.control.session, self.base_url, timeout=ANSWER_SECONDS)
@@ -108,7 +108,7 @@ class SyncedServer:
             self._watch = _Watch(ServerControl(self.base_url, self.control.session.seconds, self.control.headers))
 
     def give_up(self) -> None:
-        """End the watch and the lease, and resume a server that was paused for a sync that will not be repeated.
+        """End the watch and the lease, and resume a server left paused by a sync that will not be repeated.
 
         With incomplete weights, it stays paused: vLLM has not allocated all of them, and crashes at the first request.
         """
@@ -219,7 +219,7 @@ class _Watch:
 
     def end(self) -> None:
         self._ended.set()
-        self.answers.set()  # the next sync asks the server
+        self.answers.set()  # so that the next sync tries the server
 
     def _ask(self, control: ServerControl) -> None:
         while not self._ended.wait(WATCH_SECONDS):
@@ -250,7 +250,7 @@ def for_each(step: Step, servers: Sequence[SyncedServer]) -> None:
 
 
 def in_thread(work: Callable[[], Any]) -> Future[Any]:
-    """Run `work` in a daemon thread, which must not keep the interpreter from exiting while it waits for a server."""
+    """Run `work` in a daemon thread, so that waiting for a server cannot keep the interpreter from exiting."""
     future: Future[Any] = Future()
 
     def run() -> None:
