@@ -34,14 +34,18 @@ def batch_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
     Prompts include the observation of the environment's reset, and columns the result of the rollout function. A
     column that only other samples returned is `None`, since TRL reads the names of all columns from the first row.
     """
-    samples = [(group, sample, sample.conversation) for group in groups for sample in group.samples]
-    returned = [(conversation and conversation.columns) or {} for *_, conversation in samples]
-    missing = dict.fromkeys(name for columns in returned for name in columns)
+    conversations = [
+        sample.conversation for group in groups for sample in group.samples if sample.conversation is not None
+    ]
+    missing = dict.fromkeys(name for one in conversations for name in one.columns or ())
     rows = []
-    for (group, _, conversation), columns in zip(samples, returned, strict=True):
-        rows.append(copy.deepcopy({**missing, **group.row, **columns}))
-        if conversation is not None and conversation.prompt is not None:
-            rows[-1]["prompt"] = decode_messages(conversation.prompt)
+    for group in groups:
+        for sample in group.samples:
+            conversation = sample.conversation
+            columns = (conversation and conversation.columns) or {}
+            rows.append(copy.deepcopy({**missing, **group.row, **columns} if missing else group.row))
+            if conversation is not None and conversation.prompt is not None:
+                rows[-1]["prompt"] = decode_messages(conversation.prompt)
     return rows
 
 
