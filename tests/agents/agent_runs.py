@@ -1,4 +1,4 @@
-"""Samples that act between their turns: a scripted model, and the pool in the place of a driver."""
+"""Samples that act between their turns: a scripted model, and a pool that the tests drive."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class SampleAddress:
         answer.add_done_callback(keep)
 
     async def _generated(self, asked: ChatRequest) -> Answer:
-        # In this thread, which the chat format is for: each change of threads waits for the interpreter.
+        # On this event loop, the only user of the chat format: each change of threads would wait for the interpreter.
         try:
             place = self._transcript.place(asked.messages, asked.tools)
         except Exception as error:  # of the chat template
