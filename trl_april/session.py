@@ -15,7 +15,7 @@ from typing import Any
 from transformers import TrainerState
 from trl import GRPOConfig
 
-from .agents.rollout_function import FILES, RolloutTurns
+from .agents.rollout_function import FILES_PER_SAMPLE, RolloutTurns
 from .agents.tools import ToolTurns
 from .bridge.construction import rollout_engine
 from .checkpoint.resume import RunCheckpoints, account_of
@@ -104,7 +104,7 @@ class RolloutSession:
         self._source, elsewhere = self._restore(saved, rows, num_reward_funcs, checkpoints.resumed_from)
         # A checkpoint written under a higher target can hold more groups.
         groups_here = math.ceil(max(self.pool.schedule.target, len(self.pool.schedule)) / processes.count)
-        files = FILES if isinstance(act, RolloutTurns) else 1
+        files = FILES_PER_SAMPLE if isinstance(act, RolloutTurns) else 1
         connections = reserve_connections(groups_here * plan.num_generations, files)
         admission = Admission(plan, self._source, rows.read, tokenize, processes.owns)
         if processes.rank == 0:

@@ -31,7 +31,7 @@ logger = get_logger(__name__)
 
 CANCEL_SECONDS = 1.0  # for coroutines to end
 MAX_REFUSED = 32  # requests without room, after which a sample ends
-FILES = 5  # of a sample: its request, both ends of a connection to its address, or a program's pipes
+FILES_PER_SAMPLE = 5  # its request, and both ends of a connection to its address or the pipes of a program
 
 
 Rollout = Callable[[Any, TurnEngine, dict[str, Any]], Awaitable[dict[str, Any] | None] | dict[str, Any] | None]

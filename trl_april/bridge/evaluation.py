@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from trl import GRPOConfig, GRPOTrainer
 
-from ..agents.rollout_function import FILES, RolloutTurns
+from ..agents.rollout_function import FILES_PER_SAMPLE, RolloutTurns
 from ..agents.tools import ToolTurns
 from ..data.admission import NewGroup, check_prompt, prompt_name
 from ..data.source import Row
@@ -77,7 +77,7 @@ class Evaluation:
         Observations of environments and columns of rollout functions are added to the rows.
         """
         self._release()
-        reserve_connections(len(rows), FILES if isinstance(self._act, RolloutTurns) else 1)
+        reserve_connections(len(rows), FILES_PER_SAMPLE if isinstance(self._act, RolloutTurns) else 1)
         pool = Pool(
             len(rows),
             over_provisioning=1.0,

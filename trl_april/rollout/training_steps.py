@@ -191,13 +191,13 @@ class TrainingSteps(RoundSteps):
         On a full server the canary would wait in the queue for as long as completions take, so a slot is freed first.
         """
         servers, addresses = self.server.servers, self.server.servers.addresses
-        # The requests that stay are the longest, and need more memory than those that go.
+        # Repeated, since the requests that stay are the longest and need the most memory.
         for _ in range(ATTEMPTS):
             without_tokens, *running = self.processes.reduce_sum(self.loop.run(self.driver.stop_asking(addresses)))
             queues = servers.queues() if any(running) else []
             # Preempted requests have tokens, and come before the canary. vLLM preempts the youngest.
             all_waiting = sum(waiting for waiting, _ in queues)
-            preempted = max(0.0, 1 - without_tokens / all_waiting) if all_waiting else 0.0  # share of those that wait
+            preempted = max(0.0, 1 - without_tokens / all_waiting) if all_waiting else 0.0  # share of those waiting
             full = {
                 address: 1 + math.ceil(preempted * waiting / self.processes.count)
                 for address, number, (waiting, places) in zip(addresses, running, queues, strict=False)
