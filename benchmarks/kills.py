@@ -230,7 +230,7 @@ def main() -> None:
     prepare()
     steps, kills, server_kills = arguments.steps, arguments.kills, arguments.server_kills
     if arguments.quick:
-        steps, kills, server_kills = 8, 2, 1
+        steps, kills, server_kills = 40, 2, 1  # more than are trained before a kill
     folder = arguments.output_dir.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     with started(folder, 20 if arguments.quick else WARM_START_STEPS, restart=True) as (model_dir, server):
