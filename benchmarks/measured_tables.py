@@ -1,4 +1,4 @@
-"""Writes the measured tables of README.md, docs/benchmarks.md and benchmarks/README.md.
+"""Writes the measured tables of README.md, docs/benchmarks.md, docs/internals.md and benchmarks/README.md.
 
     python benchmarks/measured_tables.py            # write
     python benchmarks/measured_tables.py --check    # exit with 1 if a page is out of date
@@ -20,6 +20,7 @@ from typing import Any
 import learning_comparison
 import peers
 import rollout_report
+import scale
 import stress
 from intervals import interval, lower_bound
 from learning_comparison import SYNCHRONOUS, compare, pairs_of
@@ -29,7 +30,7 @@ from report import markdown, read_json
 
 ROOT = Path(__file__).parents[1]
 MEASURED = ROOT / "docs" / "measured"
-PAGES = ("README.md", "docs/benchmarks.md", "benchmarks/README.md")
+PAGES = ("README.md", "docs/benchmarks.md", "docs/internals.md", "benchmarks/README.md")
 BLOCK = re.compile(r"(<!-- measured: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -411,12 +412,12 @@ def claims() -> str:
 def weight_sync() -> str:
     by_way = {result["way"]: result for result in results("adapters")}
     rows = []
-    for title, key, form, scale in (
+    for title, key, form, unit in (
         ("megabytes sent", "bytes", "{:,.0f}", 1e-6),
         ("seconds of the trainer", "seconds", "{:.2f}", 1.0),
         ("seconds without tokens", "standstill", "{:.3f}", 1.0),
     ):
-        merged, adapter = ([one[key] * scale for one in by_way[way]["syncs"]] for way in ("filesystem", "adapter"))
+        merged, adapter = ([one[key] * unit for one in by_way[way]["syncs"]] for way in ("filesystem", "adapter"))
         ratio = statistics.median(merged) / statistics.median(adapter)
         rows.append([title, spread(merged, form), spread(adapter, form), f"{ratio:.1f}"])
     merged, adapter = (by_way[way]["tokens_per_second"] for way in ("filesystem", "adapter"))
@@ -438,12 +439,16 @@ def files() -> str:
     return markdown(("file", "date", "commit", "load at the end", "versions"), rows)
 
 
+def scales() -> str:
+    return scale.table([scale.Cell(**result) for result in results("scale")])
+
+
 TABLES: dict[str, Callable[[], str]] = {
     name.__name__.replace("_", "-"): name
     for name in (
         headline, claims, peers_table, split_devices, in_flight, peers_long, slow_rewards, tools, turns, kills_agent,
         agents, rollout_limit, rollout_limit_all, rollout_small_cache, rollout_defaults, tasks, off_policy,
-        off_policy_all, recipes, weight_sync, files,
+        off_policy_all, recipes, weight_sync, files, scales,
     )
 }  # fmt: skip
 

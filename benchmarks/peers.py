@@ -114,6 +114,12 @@ def pin(process: int, cores: set[int]) -> None:
             os.sched_setaffinity(int(thread), cores)
 
 
+def pin_server(server: int) -> None:
+    """Let vLLM's processes run on the first core."""
+    for process in (psutil.Process(server), *psutil.Process(server).children(recursive=True)):
+        pin(process.pid, {0})
+
+
 def cpu_seconds(server: int) -> dict[str, float]:
     """CPU time so far of vLLM's engine, of its API server, and of this process and the children that have ended."""
     api, own = psutil.Process(server), psutil.Process().cpu_times()
@@ -245,8 +251,7 @@ def measure(
         bench = Comparison(sizes, {}, OBJECTIVE, model, folder, server.base_url)
         bench.reward_seconds, bench.split, bench.server = reward_milliseconds / 1000, split, server.pid
         if split:
-            for process in (psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)):
-                pin(process.pid, {0})
+            pin_server(server.pid)
         for name, seed in left:
             run = bench.compare(name, seed)
             runs.append(run)

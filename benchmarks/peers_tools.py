@@ -3,6 +3,7 @@
     python benchmarks/peers_tools.py                                     # 2 seeds, 24 steps
     python benchmarks/peers_tools.py --contestants default trl-8-96 --seeds 1
     python benchmarks/peers_tools.py --contestants agent-synchronous agent trl-8-96
+    python benchmarks/peers_tools.py --split                             # engine and trainer on separate cores
     python benchmarks/peers_tools.py --quick                             # a few steps, as a smoke test
 
 Game and model are those of games.py, and a move takes as long as in kills.py. Contestants are those of peers.py:
@@ -25,6 +26,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ import transformers
 from games import GAMES, GUESSES, NAME, TRAINING_SEEDS, WARM_START_STEPS, build_tokenizer, started, training_args
 from kills import GROUPS, SlowGame, arms
 from learning import OBJECTIVE, prepare, training_parser
-from peers import DEFAULT, SYNCHRONOUS
+from peers import DEFAULT, SYNCHRONOUS, on_core, pin_server
 from peers import contestant as peer
 from report import earlier_results, markdown, write_json
 from trl.chat_template_utils import get_training_chat_template
@@ -153,13 +155,17 @@ def main() -> None:
     parser = training_parser(__doc__)
     parser.set_defaults(steps=24, seeds=2)
     parser.add_argument("--contestants", nargs="+", type=contestant, default=CONTESTANTS, metavar="NAME")
+    parser.add_argument(
+        "--split", action="store_true", help="give the engine the first core, and the trainer the second"
+    )
     arguments = parser.parse_args()
     prepare()
     steps, seeds = (4, 1) if arguments.quick else (arguments.steps, arguments.seeds)
     settings = {"steps": steps, "warm_start_steps": 20 if arguments.quick else WARM_START_STEPS}
+    settings |= {"split": True} if arguments.split else {}
     folder, names = arguments.output_dir.resolve(), arguments.contestants
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "peers_tools.json"
+    path = folder / f"peers_tools{'_split' * arguments.split}.json"
     runs = earlier_results(path, settings)
     done = {(run["contestant"], run["seed"]) for run in runs}
     planned = [(name, seed) for seed in range(seeds) for name in names[:: 1 if seed % 2 == 0 else -1]]
@@ -168,8 +174,11 @@ def main() -> None:
         template = get_training_chat_template(build_tokenizer())
         flags = ("--max-num-batched-tokens", "32768")
         with started(folder, settings["warm_start_steps"], *flags, template=template) as (model_dir, server):
+            if arguments.split:
+                pin_server(server.pid)
             for name, seed in left:
-                runs.append(run(name, seed, steps, model_dir, server.base_url))
+                with on_core(1) if arguments.split else nullcontext():
+                    runs.append(run(name, seed, steps, model_dir, server.base_url))
                 write_json(path, settings, runs)
                 print({key: value for key, value in runs[-1].items() if key != "rewards"}, flush=True)
     print(f"\n{table(runs)}")

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import trl
+from mistral_common.protocol.instruct.messages import AssistantMessage, UserMessage
+from mistral_common.protocol.instruct.request import ChatCompletionRequest
+from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.support.model_families import FAMILIES, TEMPLATES, family
 from trl_april.bridge.chat_format import TrainersChatFormat
 from trl_april.errors import ConfigError
 
 
-TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 ENDS = {
     "qwen2_5": "<|im_end|>",
     "qwen3": "<|im_end|>",
@@ -59,13 +60,12 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     )  # fmt: skip
 
 
-def format_of(name: str) -> tuple[TrainersChatFormat, PreTrainedTokenizerFast]:
-    tokenizer = tokenizer_of(name)
+def format_of(tokenizer: PreTrainedTokenizerFast) -> TrainersChatFormat:
     trainer = SimpleNamespace(
         processing_class=tokenizer, chat_template=None, chat_template_kwargs={}, _is_vlm=False,
         eos_token_ids=[tokenizer.eos_token_id],
     )  # fmt: skip
-    return TrainersChatFormat(trainer), tokenizer
+    return TrainersChatFormat(trainer)
 
 
 def user(text: str) -> dict:
@@ -75,21 +75,47 @@ def user(text: str) -> dict:
 @pytest.mark.parametrize("name", ENDS)
 def test_what_follows_an_answer_is_what_the_template_renders(name):
     """Up to the answer, whose rendering may lose its thinking later."""
-    chat, tokenizer = format_of(name)
-    answer = {"role": "assistant", "content": "Answer 1"}
+    check_follow_up(tokenizer_of(name), end="<|end|>" if name == "gptoss" else ENDS[name])  # in the history
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_so_it_is_with_the_tokenizers_of_families(name):
+    check_follow_up(family(name), end=family(name).eos_token)
+
+
+def check_follow_up(tokenizer: PreTrainedTokenizerFast, end: str) -> None:
+    chat, answer = format_of(tokenizer), {"role": "assistant", "content": "Answer 1"}
     for question in ("Second?", "Third, and longer?"):
         whole = chat.render([user("First?"), answer, user(question)], None)
         added = chat.follow_up([user(question)], answer, None, has_ended=True)
         assert whole[-len(added) :] == added and tokenizer.decode(added).count(question) == 1
-        end = "<|end|>" if name == "gptoss" else ENDS[name]  # in the history
         assert tokenizer.decode(whole[: -len(added)]).endswith("Answer 1" + end)
         cut_short = chat.follow_up([user(question)], answer, None, has_ended=False)
-        assert cut_short == [*tokenizer(end)["input_ids"], *added]
+        assert cut_short == [*tokenizer(end, add_special_tokens=False)["input_ids"], *added]
+
+
+def test_turns_of_mistral_are_as_its_own_library_encodes_them():
+    chat, turns = format_of(family("mistral")), ["Hello there", "Answer 1", "  Et tu,\n\tBrute? ", "é", "1 2"]
+    messages = [{"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(turns)]
+    request = [(UserMessage, AssistantMessage)[turn % 2](content=text) for turn, text in enumerate(turns)]
+    encoded = MistralTokenizer.v3().encode_chat_completion(ChatCompletionRequest(messages=request)).tokens
+    assert chat.render(messages, None) == encoded
+    added = chat.follow_up(messages[4:], messages[3], None, has_ended=True)
+    assert encoded[-len(added) :] == added and encoded[-len(added) - 1] == family("mistral").eos_token_id
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "qwen3_5_think", "nemotron_3_nano"])
 def test_results_of_tools_follow_as_the_template_renders_them(name):
-    chat, tokenizer = format_of(name)
+    tokenizer = tokenizer_of(name)
+    check_results(tokenizer)
+
+
+def test_so_they_do_with_the_tokenizer_of_qwen():
+    check_results(family("qwen3"))
+
+
+def check_results(tokenizer: PreTrainedTokenizerFast) -> None:
+    chat = format_of(tokenizer)
     call = {"type": "function", "id": "call00001", "function": {"name": "f", "arguments": {"a": 1}}}
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "name": "f", "tool_call_id": "call00001", "content": "It is 4."}
@@ -100,7 +126,8 @@ def test_results_of_tools_follow_as_the_template_renders_them(name):
 
 
 def test_tools_need_a_template_that_trl_can_parse():
-    chat, tokenizer = format_of("phi3_5")
+    tokenizer = tokenizer_of("phi3_5")
+    chat = format_of(tokenizer)
     assert chat.parse(tokenizer("Hi there")["input_ids"], [], None) == {"role": "assistant", "content": "Hi there"}
     with pytest.raises(ConfigError, match="TRL does not know how this chat template writes calls"):
         chat.render([user("First?")], [TOOL])

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 import sys
-import time
+from collections import Counter
+from contextlib import suppress
 
 import pytest
 import torch
 
 from tests.agents.agent_runs import ask, client, question
-from tests.bridge.test_chat_format import tokenizer_of
 from tests.checkpoint.test_resume import saved_groups
 from tests.support.fake_vllm import FakeVLLM
+from tests.support.model_families import FAMILIES, family
 from tests.support.tiny import build_model
 from tests.support.tool_calling import TOKENIZER, ToolScript
 from tests.trainer.test_rollout_function import LENGTHS, TURNS, checked_batches, trainer_of
@@ -90,25 +92,36 @@ def test_training_resumes_with_its_agents_which_answer_in_an_evaluation(fake, tm
 
 
 class Sampled:
-    """A fake server's completions, sampled by a model, with its log-probabilities."""
+    """A fake server's completions, sampled by a model, with its log-probabilities.
+
+    Each turn of group 0 waits for an abort after three tokens.
+    """
 
     def __init__(self, model, ends: list[int]) -> None:
         self.model, self.ends, self.random = model, ends, torch.Generator().manual_seed(0)
+        self.cut: list[list[int]] = []  # the tokens of aborted requests, prompts included
 
     async def stream(self, stream) -> None:
         ids, limit, interval = [*stream.body["prompt"]], stream.body["max_tokens"], stream.body["stream_interval"]
+        group = int(stream.request.headers["X-Request-Id"].split("-")[-3])
+        waits = group == 0 and ids not in self.cut
         new, logprobs = [], []
         for number in range(1, limit + 1):
             await asyncio.sleep(0)
             with torch.no_grad():
-                scores = self.model(input_ids=torch.tensor([ids])).logits[0, -1].float().log_softmax(-1)
+                logits = self.model(input_ids=torch.tensor([ids]), logits_to_keep=1).logits
+            scores = logits[0, -1].float().log_softmax(-1)
             token_id = int(torch.multinomial(scores.exp(), 1, generator=self.random))
             ids.append(token_id)
             new.append(token_id)
             logprobs.append(float(scores[token_id]))
             reason = "stop" if token_id in self.ends else "length" if number == limit else None
+            if reason is None and waits and number == 3:
+                with suppress(TimeoutError):  # as training ends, no other group closes the round
+                    await asyncio.wait_for(stream.aborted.wait(), 5)
             if reason is None and stream.aborted.is_set():
                 reason = "abort"
+                self.cut.append(ids)
             if reason or len(new) == interval:
                 await stream.tokens(new, logprobs, reason)
                 new, logprobs = [], []
@@ -122,31 +135,52 @@ def five_turns(prompt, engine, row):
     messages = list(prompt)
     with client(engine) as api:
         for turn in range(5):
-            choice = ask(api, messages, max_tokens=24)
+            choice = ask(api, messages, max_tokens=12)
             messages += [choice.message.model_dump(exclude_none=True), *question(f"no. {turn}")]
             if turn == 1 and row["number"] % 2:
                 messages = question("summary")
-            time.sleep(row["number"] % 3 / 2)  # so that rounds close while others have turns
     return {"lengths": [turn]}
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama3_1", "gemma3"])
+def ending_model(tokenizer):
+    """A model of which every twentieth token ends its turn: its states share a direction, and so their scores."""
+    model = build_model(vocab_size=len(tokenizer), tie_word_embeddings=False)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.add_(5.0)
+        model.lm_head.weight[tokenizer.eos_token_id] = math.log(len(tokenizer) / 20) / model.config.hidden_size
+    return model
+
+
+def turns_that_were_cut(sample) -> set[int]:
+    """Turns with tokens of several policy versions."""
+    turn, versions = 0, []
+    for segment in sample.segments:
+        turn += segment.version is None
+        versions += [turn] * (segment.version is not None)
+    return {turn for turn, count in Counter(versions).items() if count > 1}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_recorded_log_probabilities_are_the_trainers_in_every_turn(tmp_path, name):
-    """With the chat templates of model families, over turns that are cut and cut short."""
-    tokenizer = tokenizer_of(name)
-    model = build_model(vocab_size=len(tokenizer))
+    """With tokenizers and chat templates of model families, over turns that are cut and cut short."""
+    tokenizer = copy.deepcopy(family(name))
+    model = ending_model(tokenizer)
     script = Sampled(copy.deepcopy(model), [tokenizer.eos_token_id])
     with FakeVLLM(vocab_size=len(tokenizer), script=script.stream) as fake:
         arguments = {"rollout": five_turns, "model": model, "processing_class": tokenizer, "reward_funcs": lengths}
         trainer = trainer_of(
-            fake, tmp_path, arguments=arguments, trainer_class=RecordingTrainer, max_steps=3, learning_rate=0.0,
-            overlap_generation=False, max_completion_length=600,
+            fake, tmp_path, arguments=arguments, trainer_class=RecordingTrainer, max_steps=8, learning_rate=0.0,
+            overlap_generation=False, max_completion_length=600, max_staleness=8,
         )  # fmt: skip
         trainer.train()
     samples = [sample for group in trainer.trained_groups for sample in group.samples]
     assert check_logprobs(trainer) == sum(sample.num_generated for sample in samples) > 500
-    assert max(sum(segment.version is None for segment in sample.segments) for sample in samples) == 4
-    assert any(len({*sample.versions}) > 2 for sample in samples), "none was cut"
+    assert {turn for sample in samples for turn in turns_that_were_cut(sample)} == {*range(5)}
+    turns = [1 + sum(segment.version is None for segment in sample.segments) for sample in samples]
+    assert max(turns) == 5
+    tagged = [pair for sample in samples for pair in zip(sample.token_ids, sample.versions, strict=True)]
+    ended = sum(token_id == tokenizer.eos_token_id for token_id, version in tagged if version is not None)
+    assert 0 < ended < sum(turns), "no turn ended, or all did"
     for group in trainer.trained_groups:
         for sample in group.samples:
             text = tokenizer.decode([*group.prompt_ids_of(sample), *sample.token_ids])

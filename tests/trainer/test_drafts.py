@@ -1,5 +1,6 @@
 """Speculative decoding on the real server: accepted drafts have exact log-probabilities and versions in every mode."""
 
+import importlib.util
 import json
 from types import SimpleNamespace
 
@@ -16,7 +17,15 @@ from trl_april.server.local import LocalServer
 
 pytestmark = [pytest.mark.server, pytest.mark.long, pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(900)]
 
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+SUFFIXES = pytest.mark.skipif(
+    importlib.util.find_spec("arctic_inference") is None,
+    reason="vLLM's suffix drafts need the package arctic-inference, which is compiled when it is installed",
+)
+METHODS = [
+    pytest.param({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+                 id="ngram"),
+    pytest.param({"method": "suffix", "num_speculative_tokens": 4}, id="suffix", marks=SUFFIXES),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +39,13 @@ def repeating(tmp_path_factory) -> str:
     return str(folder)
 
 
-@pytest.fixture(scope="module")
-def drafting(repeating, tiny_model_dir):
+@pytest.fixture(scope="module", params=METHODS)
+def drafting(request, repeating, tiny_model_dir):
     """It has the name of the server that all tests share."""
     flags = ["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager", "--served-model-name", tiny_model_dir]
-    with LocalServer(repeating, vllm_args=[*flags, "--speculative-config", json.dumps(DRAFTS)], quiet=True) as server:
+    with LocalServer(
+        repeating, vllm_args=[*flags, "--speculative-config", json.dumps(request.param)], quiet=True
+    ) as server:
         yield server
 
 
