@@ -89,7 +89,9 @@ def line_of(result: dict[str, Any]) -> list[str]:
         most(full, "blocks", "side by side"),
         most(full, "alone") and ("yes" if has_blocks else "no"),
         most([trainings["merged"]], "alone", "blocks", "side by side"),
-        most([trainings["adapter"]], "alone", "blocks", "side by side"),
+        most([trainings["adapter"]], "alone", "blocks", "side by side")
+        if trainings["adapter"].get("weight_sync") == "adapter"
+        else "as merged" * bool(trainings["adapter"].get("tokens")),
         " ".join(notes(found)).replace("|", "/"),
     ]
 
@@ -101,18 +103,21 @@ def most(parts: list[dict[str, Any]], *keys: str) -> str:
 
 
 def notes(found: dict[str, Any]) -> list[str]:
-    """Errors and warnings, each once."""
-    said: dict[str, list[str]] = {}
+    """The first sentence of each error and warning, once."""
+    said: dict[str, None] = {}
     for name in TRAININGS:
         training = found.get(name, {})
         for text in [training.get("error", ""), *training.get("warnings", ())]:
-            cause = re.search("Root cause: (.*)", text)
-            text = " ".join((cause[1] if cause else text).split())
-            # Of the policy's own changes, which are fast here.
-            if text and not text.startswith("Step "):
-                said.setdefault(text if len(text) <= 400 else f"{text[:400]}...", []).append(name)
-    lines = [text if len(names) > 1 else f"{names[0]}: {text}" for text, names in said.items()]
-    return [*lines, *([found["error"]] if "error" in found else [])]
+            cause = re.search("Root cause: (.*)", text) or re.search("they compute otherwise. (.*)", text)
+            text = re.sub(
+                r" (of request [\w-]+|in the weight sync|to /v1/\S+|at http\S+)", "", cause[1] if cause else text
+            )
+            first = re.split(r"(?<=[a-z\d)])[.:] (?=[A-Z(])", " ".join(text.split()))
+            text = first[1] if first[0].endswith(("Error", "instead of the adapter")) else first[0]
+            # Not the policy's own changes, which are fast here, nor guesses at a cause and what has its cell.
+            if text and not text.startswith(("Step ", "One of them may", "Merged weights are sent")):
+                said[text if len(text) <= 200 else f"{text[:200]}..."] = None
+    return [f"{text.rstrip('.')}." for text in said] + ([found["error"]] if "error" in found else [])
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -138,7 +143,8 @@ token differs by more than {exact:g} nats; otherwise the largest difference is g
   resumed requests are exact.
 - **training pass**: compared with the log-probabilities of the loss, in blocks and side by side.
 - **blocks**: whether a training pass computes each prompt once.
-- **LoRA**: both differences, with the weights merged for the server or with adapters alone.
+- **LoRA**: both differences, with the weights merged for the server or with adapters alone. "as merged": the server
+  cannot load the adapter, so merged weights are sent.
 
 {table}
 

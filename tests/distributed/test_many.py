@@ -16,8 +16,11 @@ TABLE = {"log_completions": True, "num_completions_to_print": 0}
 RUNS = [
     # 24 rows in batches of 4 groups of 4 samples, two epochs.
     {"name": "plain", "kind": "train", "options": {"num_train_epochs": 2, "max_steps": -1, **TABLE}},
-    # 3 groups of 4 samples, which do not divide into 2 processes; each batch is trained twice.
-    {"name": "straddling", "kind": "train", "batch": 12, "options": {"num_train_epochs": 1, "num_iterations": 2}},
+    # 3 groups of 4 samples, which do not divide into 2 processes; each batch is trained twice, in a trust region.
+    {
+        "name": "straddling", "kind": "train", "batch": 12,
+        "options": {"num_train_epochs": 1, "num_iterations": 2, "dppo_threshold": 1e-3},
+    },
     # Synchronous, and sampled with seeds, so the completions do not depend on chance.
     {
         "name": "seeded", "kind": "train_and_replay", "batch": 16,
@@ -123,6 +126,12 @@ class TestRows:
             for step in range(len(tokens))
         ]
         assert all(entry["april/staleness_max"] >= age for entry, age in zip(lines, ages, strict=True))
+
+
+def test_tokens_out_of_the_trust_region_are_counted(launched):
+    log = launched[2].results("straddling", 2)[0]["log"]
+    fractions = [entry["april/correction/dppo_masked_fraction"] for entry in log if "loss" in entry]
+    assert fractions[0] == 0 < max(fractions) < 1
 
 
 def test_table_of_completions_has_the_samples_of_all_processes_in_their_order(launched):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate import PartialState
 
+from tests.support.peers import Peers
 from trl_april.config import APRILGRPOConfig
 from trl_april.distributed.processes import OneProcess
 from trl_april.errors import ConfigError
@@ -152,6 +153,21 @@ class TestTrustRegion:
         assert micro_batch["importance_sampling_ratio"].tolist() == [[0.0, 2.0, 2.0, 2.0], [2.0, 2.0, 0.0, 2.0]]
         assert correction.correct(micro_batch, sampled) == {"april/correction/dppo_masked_fraction": 0.0}
         assert micro_batch["importance_sampling_ratio"].eq(2.0).all()
+
+    def test_the_share_of_masked_tokens_is_of_all_processes(self):
+        def correct(processes):
+            tokens = 4 if processes.rank else 2
+            micro_batch = {
+                "completion_mask": torch.ones(1, tokens, dtype=torch.long),
+                "sampling_per_token_logps": torch.full((1, tokens), 0.5).log(),
+                "advantages": torch.tensor([1.0]),
+                "importance_sampling_ratio": torch.ones(1, tokens),
+            }
+            moved = torch.tensor([[0.9] + [0.5] * (tokens - 1)]).log()
+            correction = BatchCorrection(processes, note=lambda metrics: None, dppo_threshold=0.15)
+            return correction.correct(micro_batch, moved)
+
+        assert Peers(2).run(correct) == [{"april/correction/dppo_masked_fraction": 2 / 6}] * 2
 
     @pytest.mark.parametrize(
         ("options", "name"),
