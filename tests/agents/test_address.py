@@ -8,8 +8,10 @@ import subprocess
 import sys
 import threading
 import time
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from types import SimpleNamespace
 
 import openai
 import psutil
@@ -36,6 +38,7 @@ from tests.server.test_process import wait_for
 from tests.support.tool_calling import END, TOKENIZER, call, encode
 from trl_april.agents import address
 from trl_april.agents.command import CommandRollout
+from trl_april.agents.transcript import Transcript, _Turn, normalized
 from trl_april.errors import ConfigError
 from trl_april.server.process import session_members
 
@@ -165,6 +168,34 @@ def test_a_branch_keeps_the_turns_that_it_shares_and_may_be_entered_again(acts):
     assert sum(version is not None for version in versions) == len(encode("".join(f"Re: {x}{END}" for x in "ABD")))
 
 
+def test_an_answer_that_another_begins_with_is_another(acts):
+    answers = iter(["Yes.", "Yes", "Because."])
+
+    class Votes(Model):
+        def rest(self, token_ids, index):
+            text = encode(next(answers) + END)
+            return text, [-0.5] * len(text)
+
+    def explains(prompt, engine, row):
+        with client(engine) as api:
+            first, _ = continued(api, question("Q")), continued(api, question("Q"))
+            ask(api, [*first, *question("Why?")])
+
+    pool = new_pool()
+    play(pool, acts(explains), Votes())
+    assert outcome(pool)[0][1] == f"Yes.{END}\n{user('Why?')}{HEADER_TEXT}Because.{END}"
+
+
+def test_a_conversation_may_have_a_thousand_turns():
+    messages = [*question("Q"), {"role": "assistant", "content": "A"}]
+    later = []
+    for _ in range(1000):
+        later = [_Turn([*map(normalized, messages)], array("i", [1]), messages[1], True, later)]
+    transcript = Transcript(SimpleNamespace(follow_up=lambda *args, **options: [2]))
+    transcript._first["null"] = later
+    assert transcript.place([*messages * 1000, *question("Q")], None).token_ids == [1] * 1000 + [2]
+
+
 def test_ten_requests_at_once_are_branches_in_sequence(acts):
     def opens(prompt, engine, row):
         with client(engine) as api:
@@ -264,6 +295,18 @@ def test_an_agent_that_never_stops_asking_beyond_its_budget_ends(acts):
     assert outcome(pool)[0][1] == "Re: A" + END and len(attempts) >= 32
 
 
+def test_a_first_request_that_is_too_long_may_be_shortened(acts):
+    def shortens(prompt, engine, row):
+        with client(engine) as api:
+            with pytest.raises(openai.BadRequestError, match="leave no room"):
+                ask(api, question("A" * 4000))
+            ask(api, question("A"))
+
+    pool = new_pool()
+    play(pool, acts(shortens))
+    assert outcome(pool)[0][1] == "Re: A" + END
+
+
 def test_a_call_after_the_end_finds_no_address(acts):
     later = []
 
@@ -293,9 +336,9 @@ def test_a_request_that_is_repeated_gets_the_answer_that_did_not_arrive(acts):
         gave_up.set()
         with client(engine) as api:
             assert ask(api, question("A")).message.content == "Re: A"
+            ask(api, question("A"))
 
-    pool = new_pool()
-    assert len(play(pool, acts(repeats), Slow())) == 1 and pool.counters.tokens_branched == 0
+    assert len(play(new_pool(), acts(repeats), Slow())) == 2, "the answer is given once"
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -321,6 +364,32 @@ def test_a_slow_answer_shows_signs_of_life(acts, monkeypatch, streams):
     assert outcome(pool)[0][-1] == {"text": "Re: A"}
 
 
+def test_a_stream_that_has_begun_ends_with_the_error(acts, monkeypatch):
+    monkeypatch.setattr(address, "HEARTBEAT", 0.1)
+
+    class Slow(Model):
+        def rest(self, token_ids, index):
+            time.sleep(1.0)
+            return super().rest(token_ids, index)
+
+    def asks_for_too_much(prompt, engine, row):
+        with client(engine) as api, ThreadPoolExecutor() as others:
+            first = others.submit(ask, api, question("A"))
+            time.sleep(0.3)
+            with pytest.raises(openai.APIError, match="leave no room"):
+                list(api.chat.completions.create(model="m", messages=question("x" * 700), stream=True))
+            first.result()
+
+    play(new_pool(context_length=700), acts(asks_for_too_much), Slow())
+
+
+def test_proxies_are_not_for_addresses(acts, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    play(new_pool(), acts(lambda prompt, engine, row: ask(client(engine), prompt) and None))
+
+
 # The door
 
 
@@ -334,7 +403,10 @@ def test_foreign_requests_are_refused_and_training_continues(acts):
             (lambda: requests.post(url, json=good), 401),
             (lambda: requests.post(url, json=good, headers={"Authorization": "Bearer x"}), 401),
             (lambda: requests.get(engine.base_url + "/models"), 401),
+            (lambda: requests.get(url, headers={"Authorization": "Bearer \xe9".encode("latin-1")}), 405),
+            (lambda: requests.get(engine.base_url + "/models", headers={"Authorization": b"Bearer \xe9"}), 401),
             (lambda: requests.get(engine.base_url + "/models", headers=key), 200),
+            (lambda: requests.get(engine.base_url + "/models/a/model", headers=key), 200),
             (lambda: requests.post(origin + "/other/v1/chat/completions", json=good, headers=key), 404),
             (lambda: requests.post(engine.base_url + "/completions", json=good, headers=key), 404),
             (lambda: requests.get(url, headers=key), 405),
@@ -380,8 +452,10 @@ def test_foreign_requests_are_refused_and_training_continues(acts):
 def test_no_call_is_answered_where_calls_are_not_wanted(acts):
     def declines(prompt, engine, row):
         with client(engine) as api:
-            choice = ask(api, question("call 1 2"), tools=[TOOL], tool_choice="none")
-            assert choice.message.tool_calls is None and choice.finish_reason == "stop"
+            for options in ({"tools": [TOOL], "tool_choice": "none"}, {}):
+                choice = ask(api, question("call 1 2"), **options)
+                assert choice.message.tool_calls is None and choice.finish_reason == "stop"
+                assert choice.message.content == "I call.\n" + call("multiply", a=1, b=2), "agents may read it there"
 
     play(new_pool(), acts(declines))
 
@@ -416,6 +490,20 @@ def branching(prompt, engine, row):
         return {"last": ask(api, [*start, *question("D")]).message.content}
 
 
+def voting(prompt, engine, row):
+    """As an agent that votes, continues an early answer, and is refused a request that is too long."""
+    with client(engine) as api:
+        for _ in range(3):
+            vote = continued(api, question("A"))
+        with pytest.raises(openai.BadRequestError):
+            ask(api, [*vote, *question("x" * 600)])
+        cut = ask(api, question("B" * 600))
+        other = continued(api, [*vote, *question("C")])
+        ask(api, [*vote, *question("E")])
+        ask(api, [*other, *question("D")])
+    return {"last": cut.finish_reason}
+
+
 @cache
 def whole(rollout):
     """What a training without an interruption has: the outcome, and tokens of left branches."""
@@ -427,7 +515,11 @@ def whole(rollout):
 
 @pytest.mark.parametrize(
     ("rollout", "piece", "most"),
-    [*((branching, 5, most) for most in range(1, 12)), *((agent, 29, most) for most in (1, 3, 9, 14))],
+    [
+        *((branching, 5, most) for most in range(1, 12)),
+        *((agent, 29, most) for most in (1, 3, 9, 14)),
+        *((voting, 1000, most) for most in range(1, 7)),
+    ],  # fmt: skip
 )
 @pytest.mark.parametrize("acts_last", [True, False])
 def test_branches_come_back_from_a_checkpoint(acts, rollout, piece, most, acts_last):
@@ -439,7 +531,8 @@ def test_branches_come_back_from_a_checkpoint(acts, rollout, piece, most, acts_l
     assert again.take_restored()[1] == 0
     play(pool, again, model)
     assert (outcome(pool), pool.counters.tokens_branched) == whole(rollout)
-    assert len({tuple(ids) for ids in model.asked}) == len(model.asked), "no token is generated twice"
+    votes = 2 if rollout is voting else 0
+    assert len(model.asked) - len({tuple(ids) for ids in model.asked}) == votes, "no token is generated twice"
 
 
 def test_an_agent_that_differs_after_a_checkpoint_opens_a_branch(acts, caplog):
@@ -480,6 +573,12 @@ if "--hang" in sys.argv:
     time.sleep(1000)
 if "--text" not in sys.argv:
     print(json.dumps({"text": text}))
+if "--helper" in sys.argv:
+    import subprocess
+    subprocess.Popen(["sleep", "1000"])
+    sys.stdout.flush()
+    sys.stderr.buffer.write(b"\\xff")
+    print(json.dumps({"text": "\u2028\x85"}, ensure_ascii=False))
 """
 
 
@@ -494,6 +593,9 @@ def test_a_program_is_an_agent(acts, program):
     pool = new_pool()
     play(pool, acts(CommandRollout(program)))
     assert outcome(pool)[0][-1] == {"text": "Re: q0"}
+    pool = new_pool()
+    play(pool, acts(CommandRollout(f"{program} --helper"), timeout=30.0))
+    assert outcome(pool)[0][-1] == {"text": "\u2028\x85"}, "it ended, whoever still has its output"
 
 
 @pytest.mark.parametrize(

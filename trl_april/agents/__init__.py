@@ -1,1 +1,1 @@
-"""What follows a turn of the model: tools, environments, and rollout functions of the user."""
+"""Steps after a turn of the model: tools, environments, and user-defined rollouts."""

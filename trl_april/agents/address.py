@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import os
 import secrets
 import threading
 from collections.abc import Awaitable, Callable, Mapping
@@ -23,15 +24,16 @@ from .transcript import ChatFormat, Transcript
 from .turn_engine import Asked, Ended, NoRoom, Turn
 
 
+LOOPBACK = "127.0.0.1"
 MAX_BODY = 32 * 2**20  # bytes
-HEARTBEAT = 15.0  # seconds between signs of life, since clients limit the time of silence
+HEARTBEAT = 15.0  # seconds between heartbeats, since clients have read timeouts
 Ask = Callable[[Asked], Awaitable[Turn]]
 
 
 class AddressServer:
-    """Serves the addresses of the samples of a process, from the first that is opened.
+    """Serves the addresses of a process's samples. It starts when the first address is opened.
 
-    `sampling` are the options of training that requests may name, but not change.
+    `sampling` has the sampling options of training, which requests may repeat, but not change.
     """
 
     def __init__(self, chat: ChatFormat, model: str, sampling: Mapping[str, Any]) -> None:
@@ -42,7 +44,7 @@ class AddressServer:
         self._origin, self._is_closed = "", False
 
     def open(self, ask: Ask) -> SampleAddress:
-        """A new address, whose requests `ask` for turns."""
+        """Open an address. Its requests call `ask` for their turns."""
         with self._lock:
             if self._is_closed:
                 raise Ended("Training has ended, and with it the addresses of its samples.")
@@ -54,7 +56,7 @@ class AddressServer:
         return address
 
     def remove(self, path: str) -> None:
-        """Answer no more requests to `path`."""
+        """Stop answering requests to `path`."""
         self._addresses.pop(path, None)
 
     def close(self) -> None:
@@ -70,23 +72,28 @@ class AddressServer:
         app = web.Application(middlewares=[_errors_as_json], client_max_size=MAX_BODY)
         app.router.add_post("/{path}/v1/chat/completions", self._complete)
         app.router.add_get("/{path}/v1/models", self._models)
+        app.router.add_get("/{path}/v1/models/{name:.*}", self._models)
+        bypass = ",".join(filter(None, (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), LOOPBACK)))
+        os.environ |= {"NO_PROXY": bypass, "no_proxy": bypass}  # which clients of agents read
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        await web.TCPSite(self._runner, LOOPBACK, 0).start()
+        return f"http://{LOOPBACK}:{self._runner.addresses[0][1]}"
 
     def _address(self, request: web.Request) -> SampleAddress:
         address = self._addresses.get(request.match_info["path"])
         if address is None:
             raise Refused(404, "There is no such address. The address of a sample ends with the sample.")
-        given = request.headers.get("Authorization", "").encode()
+        given = request.headers.get("Authorization", "").encode(errors="replace")
         if not hmac.compare_digest(given, f"Bearer {address.api_key}".encode()):
             raise Refused(401, "The key is not that of this address (engine.api_key).", "invalid_api_key")
         return address
 
     async def _models(self, request: web.Request) -> web.Response:
         self._address(request)
-        return web.json_response({"object": "list", "data": [{"id": self.model, "object": "model"}]})
+        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "trl-april"}
+        is_list = request.match_info.get("name") is None
+        return web.json_response({"object": "list", "data": [model]} if is_list else model)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         address, body = self._address(request), await request.read()
@@ -94,7 +101,7 @@ class AddressServer:
             asked = ChatRequest.of(json.loads(body), self.sampling)
         except (ValueError, RecursionError) as error:
             raise Refused(400, f"The body is not JSON: {error}.") from None
-        # A task, which continues if the client leaves.
+        # A task continues even if the client disconnects.
         answer = asyncio.ensure_future(address.answer(asked, lambda: request.transport is not None))
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream" if asked.streams else "application/json"}
@@ -108,9 +115,12 @@ class AddressServer:
         except (ConnectionError, asyncio.CancelledError):
             address.keep_for_repetition(asked, answer)
             raise
-        except Refused:
+        except Refused as error:
+            if response.prepared and asked.streams:
+                await response.write(b"data: " + json.dumps(error.body).encode() + b"\n\n")
+                return response
             if response.prepared and request.transport is not None:
-                request.transport.abort()  # the client asks again, and gets the error
+                request.transport.abort()  # the client retries, and gets the error
             raise
 
 
@@ -121,14 +131,14 @@ class SampleAddress:
         self.base_url, self.api_key = f"{origin}/{path}/v1", secrets.token_urlsafe(24)
         self._server, self._path, self._ask = server, path, ask
         self._transcript, self._lock = Transcript(server.chat), asyncio.Lock()
-        self._kept: dict[str, Answer] = {}  # of clients that left, by request
+        self._kept: dict[str, Answer] = {}  # for clients that disconnected, by request
 
     def close(self) -> None:
-        """Answer no more requests."""
+        """Stop answering requests."""
         self._server.remove(self._path)
 
     async def answer(self, asked: ChatRequest, is_connected: Callable[[], bool]) -> Answer:
-        """The answer to a request, after those before it."""
+        """Answer a request, after all earlier requests."""
         async with self._lock:
             if (kept := self._kept.pop(asked.key, None)) is not None:
                 return kept
@@ -137,6 +147,7 @@ class SampleAddress:
             answer = await self._generated(asked)
             if not is_connected():
                 self._kept[asked.key] = answer
+                raise ConnectionResetError
             return answer
 
     def keep_for_repetition(self, asked: ChatRequest, answer: asyncio.Task[Answer]) -> None:
@@ -149,10 +160,10 @@ class SampleAddress:
         answer.add_done_callback(keep)
 
     async def _generated(self, asked: ChatRequest) -> Answer:
-        # On this event loop, the only user of the chat format: each change of threads would wait for the interpreter.
+        # On this event loop, the only user of the chat format: each switch of threads would wait for the GIL.
         try:
             place = self._transcript.place(asked.messages, asked.tools)
-        except Exception as error:  # of the chat template
+        except Exception as error:  # raised by the chat template
             raise Refused(400, f"The chat template does not take these messages: {error!r:.500}") from error
         request = Asked(place.token_ids, asked.limit, may_branch=True, difference=place.difference)
         try:
@@ -163,7 +174,7 @@ class SampleAddress:
             raise Refused(404, str(error)) from error
         ids = turn.token_ids
         message = self._transcript.answer(place, ids, asked.tools, calls_tools=asked.calls_tools)
-        # By the tokens, since a recorded turn has no reason.
+        # Decided by the tokens, since a recorded turn has no finish reason.
         is_cut = turn.finish_reason == "length" or len(ids) == asked.limit and not self._server.chat.has_ended(ids)
         reason = "length" if is_cut else "tool_calls" if message.get("tool_calls") else "stop"
         name = f"chatcmpl-{secrets.token_hex(8)}"
@@ -196,3 +207,5 @@ async def _errors_as_json(request: web.Request, handler: Any) -> web.StreamRespo
         return web.json_response(Refused(error.status, error.text or error.reason).body, status=error.status)
     except AprilError as error:
         return web.json_response(Refused(500, str(error)).body, status=500)
+    except ConnectionError:  # the client has left
+        return web.Response()

@@ -1,7 +1,7 @@
-"""The branches of a sample, whose agent may rewrite its conversation.
+"""The branches of a sample, which begin where its agent rewrites the conversation.
 
-Invariant: a branch that is left is kept, turn by turn, until its sample is complete. So a branch that is entered again
-has its tokens, and an agent that starts anew after a checkpoint is given every turn that was generated.
+Invariant: an abandoned branch is kept, turn by turn, until its sample is complete. So an agent that returns to it
+finds its tokens, and an agent that starts over after a checkpoint gets every turn that was generated.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class Branch:
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     segments: Sequence[Sequence[Any]]  # version and length
+    shared: int = 0  # first completion tokens, which are those of an earlier branch
 
     def turns(self) -> Iterator[tuple[int, int]]:
         """Start and end of each turn of the model, in completion tokens."""
@@ -34,13 +35,13 @@ class Branch:
             yield start, position
 
     def shared_turns(self, asked: Sequence[int]) -> int:
-        """Completion tokens of the turns that `asked` begins with; -1 if it begins with a different prompt."""
+        """Return the number of completion tokens in the turns that `asked` begins with; -1 if the prompt differs."""
         length = len(self.prompt_ids)
         if list(asked[:length]) != list(self.prompt_ids):
             return -1
         ends = [0]
         for _, end in self.turns():
-            # What precedes a turn is compared with it.
+            # A turn is compared together with the tokens before it.
             if list(asked[length + ends[-1] : length + end]) != list(self.token_ids[ends[-1] : end]):
                 break
             ends.append(end)
@@ -48,18 +49,20 @@ class Branch:
 
 
 def branches_of(group: Group, sample: Sample) -> list[Branch]:
-    """The branches that a sample has left, and then the complete turns of the sample itself."""
+    """The branches of a sample in the order of their first requests, with the complete turns of the sample itself."""
     conversation = sample.conversation
     assert conversation is not None
     end = len(sample) if sample.pending_calls else conversation.turn_start
-    left = [Branch(*branch) for branch in conversation.environment or ()]
-    return [*left, _cut(group.prompt_ids_of(sample), sample, end)]
+    left = conversation.environment or {"branches": [], "place": None, "shared": 0}
+    branches, place = [Branch(*branch) for branch in left["branches"]], left["place"]
+    own = _cut(group.prompt_ids_of(sample), sample, end, left["shared"])
+    return [*branches, own] if place is None else [*branches[:place], own, *branches[place + 1 :]]
 
 
 def branch_for(group: Group, sample: Sample, asked: list[int], limit: int | None) -> Sample | None:
-    """The sample that continues after the tokens `asked`, with the most turns of any branch. `None` if it is too long.
+    """Return the sample that continues after the tokens `asked`, or `None` if it is too long.
 
-    The tokens that it adds to those turns have no policy version.
+    It has as many turns of a branch as possible. The tokens that it adds to them have no policy version.
     """
     branches = branches_of(group, sample)
     shared = [branch.shared_turns(asked) for branch in branches]
@@ -73,28 +76,29 @@ def branch_for(group: Group, sample: Sample, asked: list[int], limit: int | None
     new.segment_open = False
     assert new.conversation is not None
     new.conversation.turn_start, new.conversation.turn_limit = len(new), limit
-    # A branch that continues whole is the sample now.
-    new.conversation.environment = [
-        _plain(branch)
-        for branch in branches
-        if branch.token_ids and not (branch is source and kept == len(branch.token_ids))
-    ] or None
+    # A branch that continues whole keeps its place.
+    is_whole = 0 < kept == len(source.token_ids)
+    new.conversation.environment = {
+        "branches": [_plain(branch) for branch in branches if branch.token_ids],
+        "place": number if is_whole else None,
+        "shared": source.shared if is_whole else kept,
+    }
     return new if group.remaining(new) > 0 else None
 
 
-def _cut(prompt_ids: Sequence[int], sample: Sample, end: int) -> Branch:
+def _cut(prompt_ids: Sequence[int], sample: Sample, end: int, shared: int) -> Branch:
     segments, position = [], 0
     for segment in sample.segments:
         if position < end:
             segments.append([segment.version, segment.length])
         position += segment.length
-    if segments and segments[-1][0] is None:  # of a turn that has not ended
+    if segments and segments[-1][0] is None:  # before a turn that has not ended
         end -= segments.pop()[1]
-    return Branch(prompt_ids, sample.token_ids[:end], sample.logprobs[:end], segments)
+    return Branch(prompt_ids, sample.token_ids[:end], sample.logprobs[:end], segments, shared)
 
 
 def _sample(sample: Sample, branch: Branch, end: int) -> Sample:
-    """The first `end` tokens of a branch, as a sample that replaces `sample`."""
+    """Return the first `end` tokens of a branch, as a sample that replaces `sample`."""
     conversation = Conversation(prompt_ids=[*branch.prompt_ids])
     new, position = Sample(*sample.key, conversation=conversation), 0
     for version, length in branch.segments:
@@ -108,5 +112,6 @@ def _sample(sample: Sample, branch: Branch, end: int) -> Sample:
 
 
 def _plain(branch: Branch) -> list[Any]:
-    """As JSON holds it."""
-    return [[*branch.prompt_ids], [*branch.token_ids], [*branch.logprobs], [[*run] for run in branch.segments]]
+    """Return a branch as JSON holds it."""
+    arrays = [[*branch.prompt_ids], [*branch.token_ids], [*branch.logprobs], [[*run] for run in branch.segments]]
+    return [*arrays, branch.shared]

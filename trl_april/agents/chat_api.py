@@ -1,6 +1,6 @@
-"""Chat completions in the form of OpenAI: requests, as far as training can honor them, and answers.
+"""OpenAI-compatible chat completions: requests, as far as training can honor them, and answers.
 
-Invariant: an option that would change the distribution that is trained is refused, with a sentence.
+Invariant: an option that would change the distribution that training samples from is refused with a reason.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WITHOUT_EFFECT = {
     "model", "user", "metadata", "store", "stream_options", "parallel_tool_calls", "safety_identifier",
     "prompt_cache_key", "prompt_cache_retention", "service_tier",
 }  # fmt: skip
-# Options that a cut or the form of a sample cannot keep, and the values that they have without being used.
+# Options that an abort would break or a sample cannot hold, and the values at which they have no effect.
 UNUSED: dict[str, tuple[Any, ...]] = {
     "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "presence_penalty": (0,), "frequency_penalty": (0,),
     "logit_bias": ({},), "response_format": ({"type": "text"},), "modalities": (["text"],),
@@ -29,7 +29,7 @@ UNUSED: dict[str, tuple[Any, ...]] = {
 
 
 class Refused(Exception):
-    """A request that is answered with an error of HTTP."""
+    """A request that is answered with an HTTP error."""
 
     def __init__(self, status: int, sentence: str, code: str | None = None) -> None:
         super().__init__(sentence)
@@ -47,15 +47,15 @@ class ChatRequest:
 
     messages: list[Message]  # as chat templates take them
     tools: list[Message] | None
-    calls_tools: bool  # whether the answer may call them
-    limit: int | None  # most tokens of the turn
+    calls_tools: bool  # whether the answer may call tools
+    limit: int | None  # maximum tokens of the turn
     streams: bool
     reports_usage: bool  # in a stream
     key: str  # equal for requests that are repeated
 
     @classmethod
     def of(cls, body: Any, sampling: Mapping[str, Any]) -> ChatRequest:
-        """A decoded body. `sampling` are the options of training. Raises [`Refused`]."""
+        """Parse a decoded body. `sampling` has the sampling options of training. Raises [`Refused`]."""
         if not isinstance(body, dict):
             raise Refused(400, "The body is not a JSON object.")
         given = {name: value for name, value in body.items() if value is not None and name not in WITHOUT_EFFECT}
@@ -89,7 +89,7 @@ class Answer:
     model: str
 
     def completion(self) -> dict[str, Any]:
-        """The answer at once."""
+        """Return the answer in a single piece."""
         message = {"refusal": None, **self._message()}
         return {
             **self._head("chat.completion"),
@@ -98,7 +98,7 @@ class Answer:
         }
 
     def chunks(self, *, reports_usage: bool) -> Iterator[dict[str, Any]]:
-        """The answer as a stream."""
+        """Yield the answer as chunks of a stream."""
         message, head = self._message(), self._head("chat.completion.chunk")
         calls = message.pop("tool_calls", None)
         deltas = [message]
@@ -209,7 +209,7 @@ def _calls(number: int, given: Any) -> list[Message]:
 
 
 def _functions(given: Any) -> list[Message] | None:
-    """The functions of a list of tools or calls, or `None` if it is not such a list."""
+    """Return the functions in a list of tools or calls, or `None` if it is not such a list."""
     if not isinstance(given, list):
         return None
     functions = [one.get("function") if isinstance(one, dict) else None for one in given]
@@ -217,7 +217,7 @@ def _functions(given: Any) -> list[Message] | None:
 
 
 def _with_names(messages: list[Message]) -> list[Message]:
-    """Name the tools of results, which some chat templates show."""
+    """Add the name of the tool to each result, since some chat templates show it."""
     names: dict[str, str] = {}
     for message in messages:
         names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}

@@ -1,4 +1,4 @@
-"""The environments of samples: an instance for each, from the sample's reset until its group is scored.
+"""The environments of samples: each sample has an instance from its reset until its group is scored.
 
 Invariant: an instance belongs to a single sample at a time, and is free again only after the rewards of that sample
 were computed. An instance that took too long is never used again.
@@ -26,8 +26,8 @@ from .tools import Message, RunCalls, ToolCalls, Tools, complete_turns, is_json
 
 logger = get_logger(__name__)
 
-NO_PROMPT = [{"role": "user", "content": ""}]  # TRL's, of a row whose environment provides the prompt
-NOT_TOOLS = ("reset", "get_reward")  # public methods
+NO_PROMPT = [{"role": "user", "content": ""}]  # TRL's prompt for a row whose environment provides the prompt
+NOT_TOOLS = ("reset", "get_reward")  # public methods that are not tools
 MAX_RESETS = 3  # instances that are tried for a sample while each takes too long
 
 
@@ -54,7 +54,7 @@ class Restorable:
     num_restored = num_restarted = 0  # samples with tokens, since the last `take_restored`
 
     def restore(self, groups: Sequence[Group]) -> list[Sample]:
-        """Rebuild the state of unscored groups from a checkpoint; returns samples that replace those that are lost."""
+        """Rebuild the state of unscored groups from a checkpoint. Returns samples that replace lost samples."""
         lacking = [
             (group, sample)
             for group in groups
@@ -78,22 +78,22 @@ class Restorable:
         return [new for _, new in found]
 
     def take_restored(self) -> tuple[int, int]:
-        """Unfinished samples that kept all their tokens, and samples that lost tokens, since the last call."""
+        """Return how many unfinished samples kept all tokens, and how many lost tokens, since the last call."""
         counts = self.num_restored, self.num_restarted
         self.num_restored = self.num_restarted = 0
         return counts
 
     def _try_to_restore(self, group: Group, sample: Sample) -> Sample:
-        """The sample, or its replacement if its state is lost."""
+        """Return the sample, or its replacement if its state is lost."""
         try:
             restored = self._restore(group, sample)
-        except Exception as error:  # of the user's code
+        except Exception as error:  # raised by user code
             logger.warning(f"{sample} could not be restored: {error!r}.")
             restored = None
         return Sample(*sample.key, conversation=Conversation(awaits_reset=True)) if restored is None else restored
 
     def _restore(self, group: Group, sample: Sample) -> Sample | None:
-        """Rebuild the state of a sample, in a thread. Returns the sample, its replacement, or `None` for a new one."""
+        """Rebuild the state of a sample, in a thread. Returns the sample, its replacement, or `None` to start over."""
         raise NotImplementedError
 
 
@@ -109,7 +109,7 @@ class Environments(Restorable):
     by_name: bool  # whether the column `environment` of a row names its factory
     places: dict[str | None, Places]  # the instances of each factory, which an evaluation shares with training
     evaluates: bool
-    waits: bool  # whether other samples continue, so that their instances become free
+    waits: bool  # whether other samples continue and free their instances
     tools: Sequence[Callable[..., Any]]  # of all samples, in addition to the methods of their environments
     calls: ToolCalls
     tokenize: Callable[[list[Message], str | None], list[int]]  # of a prompt, with the tools of an environment
@@ -171,7 +171,7 @@ class Environments(Restorable):
         return [self._occupied[sample.key].instance for group in groups for sample in group.samples]
 
     def release(self, groups: Sequence[Group]) -> None:
-        """Let other samples have the instances of groups that were scored."""
+        """Release the instances of scored groups for other samples."""
         for group in groups:
             for sample in group.samples:
                 self._put_back(self._occupied.pop(sample.key))
@@ -204,7 +204,7 @@ class Environments(Restorable):
         return occupied
 
     def _open(self, occupied: Occupied, call: Callable[[], Any]) -> Any:
-        """The result of a call of a new instance or its factory. Raises [`Full`] if it fails as there are enough."""
+        """Call a new instance or its factory. Raises [`Full`] if it fails because no more instances can be open."""
         try:
             return call()
         except Exception as error:
@@ -221,7 +221,7 @@ class Environments(Restorable):
             raise Full(f"All {places.limit} environments are in use.") from error
 
     def _in_thread(self, occupied: Occupied, name: str) -> Callable[..., Any]:
-        """A method of the instance, in its thread, which must return within `tool_timeout`."""
+        """Return a method that runs in the instance's thread and must return within `tool_timeout`."""
         of_instance = f"{name} of {type(occupied.instance).__name__}"
         method = getattr(occupied.instance, name)
         return self.calls.in_time(method, of_instance, occupied.instance, occupied.mark_late)
@@ -240,7 +240,7 @@ class Environments(Restorable):
             occupied.is_new = False
 
     def _reset(self, occupied: Occupied, group: Group) -> tuple[list[Message] | None, list[int]]:
-        """The prompt, unless it is the dataset row's, and its token ids."""
+        """Return the prompt, unless it is the dataset row's, and its token ids."""
         row = copy.deepcopy(group.row)
         arguments = {key: value for key, value in row.items() if key != "environment" or not self.by_name}
         observation = self._open(occupied, partial(self._in_thread(occupied, "reset"), **arguments))
@@ -285,7 +285,7 @@ class Environments(Restorable):
             else:
                 turns.append([message])
         ends = [end for _, end, _ in complete_turns(sample)]
-        ends += [len(token_ids)] * (conversation.iterations - len(ends))  # the last results may not have fitted
+        ends += [len(token_ids)] * (conversation.iterations - len(ends))  # the last results may not have fit
         prompt_ids, budget = conversation.prompt_ids or [], group.budget_of(sample)
         for (message, *results), end in zip(turns, ends, strict=False):
             again = self.run_calls(prompt_ids, token_ids[:end], message, budget, occupied.tools)

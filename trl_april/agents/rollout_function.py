@@ -29,12 +29,13 @@ from .turn_engine import AddressOf, Asked, NoRoom, Returned, Turn, TurnEngine
 
 logger = get_logger(__name__)
 
-CANCEL_SECONDS = 1.0  # for coroutines to end
-MAX_REFUSED = 32  # requests without room, after which a sample ends
+CANCEL_SECONDS = 1.0  # for canceled coroutines to end
+MAX_REFUSED = 32  # requests without room after which a sample ends
 FILES_PER_SAMPLE = 5  # its request, and both ends of a connection to its address or the pipes of a program
 
 
 Rollout = Callable[[Any, TurnEngine, dict[str, Any]], Awaitable[dict[str, Any] | None] | dict[str, Any] | None]
+_Answer = tuple[Sequence[int], Sequence[float], FinishReason]
 
 
 class _Late(Exception):
@@ -74,7 +75,7 @@ class _Episode:
             acts.functions.submit(call)
 
     def next(self) -> Asked | Returned:
-        """Wait for its next request, or for its end. Raises its errors, and `_Late`."""
+        """Wait for the rollout's next request or its end. Raises the rollout's errors, and `_Late`."""
         try:
             event = self.engine._events.get(timeout=self._timeout)
         except Empty:
@@ -86,17 +87,17 @@ class _Episode:
         return event
 
     def answer(self, token_ids: Sequence[int], logprobs: Sequence[float], reason: FinishReason) -> Asked | Returned:
-        """Return a turn to the request that waits, and wait for the next."""
+        """Answer the waiting request with a turn, and wait for the next request."""
         self.engine._answer(Turn([*token_ids], [*logprobs], str(reason)))
         return self.next()
 
     def refuse(self, sentence: str) -> Asked | Returned:
-        """Refuse the request that waits, and wait for the next."""
+        """Refuse the waiting request, and wait for the next request."""
         self.engine._answer(NoRoom(sentence))
         return self.next()
 
     def cancel(self) -> None:
-        """Cancel the coroutine, or leave the function without its address."""
+        """Cancel the coroutine, or close the function's address."""
         self._loop.call(lambda: self._task and self._task.cancel())
         self.engine._close()
 
@@ -105,7 +106,7 @@ class RolloutTurns(Restorable):
     """Runs the rollout of each sample between its turns; an `Act` of the driver.
 
     `tokenize` returns the token ids of a prompt, in any thread. A rollout that takes more than `timeout` seconds
-    between two turns is left, and its sample is complete. `address_of` opens the addresses of samples.
+    between two turns is abandoned, and its sample is complete. `address_of` opens the addresses of samples.
     """
 
     lost_because = "given the recorded turns, their rollouts did not ask for the same turns"
@@ -159,7 +160,7 @@ class RolloutTurns(Restorable):
         return TurnResult([], [], columns=columns)
 
     def close(self) -> None:
-        """Cancel the rollouts, without waiting for those that block."""
+        """Cancel the rollouts, without waiting for rollouts that block."""
         for episode in [*self._episodes.values()]:
             episode.cancel()
         self._close_addresses()
@@ -175,7 +176,7 @@ class RolloutTurns(Restorable):
         for _ in range(MAX_RESETS):
             self._episodes[sample.key] = episode = self._begin(group)
             try:
-                prompt_ids, limit = self._checked_prompt(group, episode)
+                prompt_ids, limit = self._checked_prompt(group, sample, episode)
                 return ResetResult(None, prompt_ids, turn_limit=limit)
             except _Late:
                 episode.cancel()
@@ -185,7 +186,7 @@ class RolloutTurns(Restorable):
         )
 
     def _turn_after(self, group: Group, sample: Sample, asked: Asked) -> TurnResult | None:
-        """What leads to the next turn; `None` if there is no room for it."""
+        """Return the tokens that lead to the next turn, or `None` if there is no room for it."""
         known = [*group.prompt_ids_of(sample), *sample.token_ids]
         if asked.may_branch and (len(asked.token_ids) <= len(known) or asked.token_ids[: len(known)] != known):
             branch = branch_for(group, sample, asked.token_ids, asked.limit)
@@ -208,7 +209,7 @@ class RolloutTurns(Restorable):
             logger.warning(f"{message} Further cases are not reported.")
 
     def _refuse(self, episode: _Episode, group: Group, sample: Sample, asked: Asked) -> Asked | Returned:
-        """Let the rollout know that there is no room for its turn."""
+        """Tell the rollout that there is no room for its turn."""
         budget = group.budget_of(sample)
         if asked.may_branch:
             return episode.refuse(
@@ -223,8 +224,12 @@ class RolloutTurns(Restorable):
             )
         return event
 
-    def _checked_prompt(self, group: Group, episode: _Episode) -> tuple[list[int], int | None]:
+    def _checked_prompt(self, group: Group, sample: Sample, episode: _Episode) -> tuple[list[int], int | None]:
         event = episode.next()
+        for _ in range(MAX_REFUSED):
+            if isinstance(event, Returned) or not event.may_branch or group.budget.after(len(event.token_ids)) > 0:
+                break
+            event = self._refuse(episode, group, sample, event)
         if isinstance(event, Returned) or not event.token_ids:
             raise ConfigError(
                 f"The rollout of group {group.group_id} did not begin with a turn after its prompt. Await "
@@ -240,9 +245,9 @@ class RolloutTurns(Restorable):
         return event.token_ids, event.limit
 
     def _restore(self, group: Group, sample: Sample) -> Sample | None:
-        """Give a new rollout the recorded turns, as long as it asks for them.
+        """Replay the recorded turns to a new rollout, as long as it asks for them.
 
-        Where an agent asks for a different turn, its sample is the branch there.
+        If an agent asks for a different turn, its sample branches at that point.
         """
         if sample.finish_reason is not None:
             return sample
@@ -250,36 +255,38 @@ class RolloutTurns(Restorable):
         current = [*group.prompt_ids_of(sample), *sample.token_ids[: sample.conversation.turn_start]]
         recorded = _recorded(group, sample)
         episode = self._begin(group)
+        refused, restored = 0, None
         try:
             event = episode.next()
-            while isinstance(event, Asked):
-                answers = recorded.get(tuple(event.token_ids))
-                if not answers:
+            while isinstance(event, Asked) and restored is None and refused < MAX_REFUSED:
+                if answers := recorded.get(tuple(event.token_ids)):
+                    event = episode.answer(*answers.pop(0))
+                elif event.token_ids == current:
+                    restored = sample
+                elif not event.may_branch:
                     break
-                event = episode.answer(*answers.pop(0), FinishReason.STOP)
+                elif (restored := branch_for(group, sample, event.token_ids, event.limit)) is None:
+                    event, refused = self._refuse(episode, group, sample, event), refused + 1
         except BaseException:
-            episode.cancel()  # its sample starts again with another
+            episode.cancel()  # its sample starts over with another rollout
             raise
-        if isinstance(event, Asked):
-            restored = sample
-            if event.token_ids != current:
-                restored = branch_for(group, sample, event.token_ids, event.limit) if event.may_branch else None
-            if restored is not None:
-                self._episodes[sample.key] = episode
-                return restored
-        episode.cancel()
-        return None
+        if restored is None:
+            episode.cancel()
+        else:
+            self._episodes[sample.key] = episode
+        return restored
 
 
-def _recorded(group: Group, sample: Sample) -> dict[tuple[int, ...], list[tuple[Sequence[int], Sequence[float]]]]:
-    """The turns of all branches in the order of their requests, but a turn that its rollout does not have yet."""
-    recorded: dict[tuple[int, ...], list[tuple[Sequence[int], Sequence[float]]]] = {}
+def _recorded(group: Group, sample: Sample) -> dict[tuple[int, ...], list[_Answer]]:
+    """Return the turns of all branches in the order of their requests, except a turn not yet delivered."""
+    recorded: dict[tuple[int, ...], list[_Answer]] = {}
     for branch in branches_of(group, sample):
+        budget = group.budget.after(len(branch.prompt_ids))
         for start, end in branch.turns():
-            answers = recorded.setdefault((*branch.prompt_ids, *branch.token_ids[:start]), [])
-            answer = list(branch.token_ids[start:end]), list(branch.logprobs[start:end])
-            if answer not in answers:  # branches share their first turns
-                answers.append(answer)
+            if end > branch.shared:
+                answers = recorded.setdefault((*branch.prompt_ids, *branch.token_ids[:start]), [])
+                reason = FinishReason.STOP if end < budget else FinishReason.LENGTH
+                answers.append((branch.token_ids[start:end], branch.logprobs[start:end], reason))
     if sample.pending_calls:
         assert sample.conversation is not None
         recorded[(*group.prompt_ids_of(sample), *sample.token_ids[: sample.conversation.turn_start])].pop()
@@ -287,7 +294,7 @@ def _recorded(group: Group, sample: Sample) -> dict[tuple[int, ...], list[tuple[
 
 
 def _added(sample: Sample, known: list[int], asked: list[int]) -> list[int]:
-    """The tokens that a rollout adds to its sample."""
+    """Return the tokens that a rollout adds to its sample."""
     if len(asked) <= len(known) or asked[: len(known)] != known:
         raise ConfigError(
             f"The rollout of {sample} asked for a turn after {len(asked)} tokens, which do not continue its "
@@ -297,7 +304,7 @@ def _added(sample: Sample, known: list[int], asked: list[int]) -> list[int]:
 
 
 def checked_columns(returned: Any) -> dict[str, Any]:
-    """The columns for reward functions that a rollout returned."""
+    """Check and return the columns for reward functions that a rollout returned."""
     columns = {} if returned is None else returned
     if not isinstance(columns, dict) or "prompt" in columns or not is_json(columns):
         raise ConfigError(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Tool = Callable[..., Any]
 
-NEVER_WORKED, DIFFERENT = 64, 8  # failed calls, and different arguments among them, of a tool that is broken
+NEVER_WORKED, DIFFERENT = 64, 8  # failed calls, and different arguments among them, that show a broken tool
 NOT_OF_ARGUMENTS = (OSError, RuntimeError, ImportError, NameError)  # errors that are rarely due to arguments
 
 
@@ -38,13 +38,13 @@ class Tools(NamedTuple):
     environment: str | None = None  # the name of their environment, if there are several
 
 
-# Of prompt ids, the completion so far, the message that ends it, the token budget of the completion, and the tools.
+# Takes prompt ids, the completion so far, the message that ends it, the completion's token budget, and the tools.
 # Results that do not fit into the budget complete the sample, without tokens and messages.
 RunCalls = Callable[[list[int], list[int], Message, int, Tools], TurnResult]
 
 
 class ToolTurns:
-    """Parses the last turn of a sample and calls its tools, as an iteration of TRL's loop; an `Act` of the driver.
+    """Parses the last turn of a sample and calls its tools, like an iteration of TRL's loop; an `Act` of the driver.
 
     `parse` returns the message of a turn from its token ids, the ids before them and the name of an environment. With
     `environments`, each new sample first resets an instance.
@@ -71,7 +71,7 @@ class ToolTurns:
             return environments.reset(group, sample)
         tools = self._tools if environments is None else environments.tools_of(sample)
         prompt_ids, token_ids, start = group.prompt_ids_of(sample), sample.token_ids.tolist(), conversation.turn_start
-        # The whole turn, however often it was cut: a part of a call is no call.
+        # Parse the whole turn, however often it was cut: part of a call is not a call.
         message = self._parse(token_ids[start:], [*prompt_ids, *token_ids[:start]], tools.environment)
         if not message.get("tool_calls") or conversation.iterations >= self._max_iterations:
             return TurnResult([message], [], environment=conversation.environment)
@@ -86,11 +86,11 @@ class ToolTurns:
 
 
 class ToolCalls:
-    """Calls tools with a time limit, and keeps errors that TRL's loop would take for results.
+    """Calls tools with a time limit, and keeps errors that TRL's loop would turn into results.
 
-    These errors are exits that a tool asks for, methods of an environment that work in a single thread only, and a
-    tool that never works: `NEVER_WORKED` calls with various arguments have failed for the same reason, one of
-    `NOT_OF_ARGUMENTS`. The errors of a model that calls a tool wrongly are results, and training continues.
+    These errors are exits that a tool requests, environment methods that work in a single thread only, and a tool that
+    never works: `NEVER_WORKED` calls with various arguments failed for the same reason, one of `NOT_OF_ARGUMENTS`. If
+    the model calls a tool incorrectly, the error is a result, and training continues.
     """
 
     def __init__(self, user_code: UserCode, timeout: float | None) -> None:
@@ -103,7 +103,7 @@ class ToolCalls:
     def by_kind(
         self, tools: Iterable[Tool], of: Any = None, on_late: Callable[[], None] = lambda: None
     ) -> tuple[dict[str, Tool], dict[str, Tool]]:
-        """Functions and coroutine functions by name. A late result raises `TimeoutError`, after `on_late`."""
+        """Return functions and coroutine functions by name. A late call raises `TimeoutError`, after `on_late`."""
         functions, coroutines = {}, {}
         for tool in tools:
             if iscoroutinefunction(tool):
@@ -113,13 +113,13 @@ class ToolCalls:
         return functions, coroutines
 
     def in_time(self, function: Tool, name: str, of: Any, on_late: Callable[[], None]) -> Tool:
-        """`function` with the time limit, in the thread of its environment `of`, if any."""
+        """Return `function` with the time limit, in the thread of its environment `of`, if any."""
         threads = None if self.timeout is None else self.threads
         wrapped = self.user_code.wrapped
         return wrapped(function, name, of=of, threads=threads, timeout=self.timeout, on_late=on_late)
 
     def check(self) -> None:
-        """Raise the first of these errors, after TRL's loop has made a result of it."""
+        """Raise the first kept error, after TRL's loop has turned it into a result."""
         if self._error is not None:
             raise self._error
 
@@ -154,7 +154,7 @@ class ToolCalls:
         try:
             yield
             self._worked.add(tool.__qualname__)
-        except (KeyboardInterrupt, SystemExit) as error:  # which would end the event loop of all coroutines
+        except (KeyboardInterrupt, SystemExit) as error:  # these would end the event loop of all coroutines
             self._error = self._error or error
             raise RuntimeError(repr(error)) from error
         except Exception as error:
@@ -183,19 +183,19 @@ class ToolCalls:
 
 
 def check_message_images(messages: list[Message], whose: str, *, takes_images: bool) -> None:
-    """Raise [`ConfigError`] for images in messages that the model or a checkpoint does not take."""
+    """Raise [`ConfigError`] for images in messages that the model cannot take or a checkpoint cannot hold."""
     for image in images_in(messages) or ():
         if not takes_images:
             raise ConfigError(
                 f"Found an image in {whose}, and the model or its processing_class takes text only. Use text, or "
                 "train a vision-language model with its processor."
             )
-        if not type(image).__module__.startswith("PIL."):  # which need not be installed
+        if not type(image).__module__.startswith("PIL."):  # PIL may not be installed
             raise ConfigError(f"Found {image!r:.200} as an image in {whose}. An image must be a PIL.Image.")
 
 
 def encode_results(messages: Sequence[Message], *, takes_images: bool) -> list[Message]:
-    """Results of tools as samples hold them. Raises [`ConfigError`] for a result that cannot be used."""
+    """Return tool results in the form that samples hold. Raises [`ConfigError`] for an unusable result."""
     encoded = []
     for message in messages:
         name = message["name"]
@@ -211,7 +211,7 @@ def encode_results(messages: Sequence[Message], *, takes_images: bool) -> list[M
 
 
 def is_json(value: Any) -> bool:
-    """Whether JSON holds `value` as it is."""
+    """Return whether `value` is unchanged by a round trip through JSON."""
     try:
         return bool(json.loads(json.dumps(value)) == value)
     except (RecursionError, TypeError, ValueError):

@@ -1,7 +1,7 @@
 """The conversations of an agent as messages, and the token ids of each turn in them.
 
 Invariant: text of the model is never tokenized again. A request that continues a known turn has the ids of that turn,
-followed by what the chat template adds.
+followed by the tokens that the chat template adds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class ChatFormat(Protocol):
     """The chat template of a model. Its methods are called in a single thread."""
 
     def render(self, messages: list[Message], tools: list[Message] | None) -> list[int]:
-        """Token ids of a conversation, up to where the assistant answers."""
+        """Return the token ids of a conversation, up to the assistant's next answer."""
 
     def follow_up(
         self, messages: list[Message], answer: Message, tools: list[Message] | None, *, has_ended: bool
@@ -26,7 +26,7 @@ class ChatFormat(Protocol):
         """Token ids between `answer`, which may lack its end token, and the next answer, with `messages` between."""
 
     def parse(self, token_ids: list[int], prefix: list[int], tools: list[Message] | None) -> Message:
-        """The message of a turn after the ids `prefix`."""
+        """The message of a turn after the ids `prefix`; without `tools`, calls stay in its text."""
 
     def has_ended(self, token_ids: list[int]) -> bool:
         """Whether the last token ends a turn."""
@@ -34,9 +34,9 @@ class ChatFormat(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """A turn of the model, and the messages since the turn before."""
+    """A turn of the model, and the messages since the previous turn."""
 
-    messages: list[Any]  # normalized, the last of them the answer
+    messages: list[Any]  # normalized; the last message is the answer
     token_ids: array[int]  # of these messages
     answer: Message
     has_ended: bool
@@ -44,21 +44,21 @@ class _Turn:
 
 
 class Place(NamedTuple):
-    """Where a request stands in the conversations so far."""
+    """The position of a request in the conversations so far."""
 
     token_ids: list[int]  # before its turn
     path: list[_Turn]  # turns that it continues
-    messages: list[Any]  # normalized: those that it adds
+    messages: list[Any]  # added by the request, normalized
     tools: str
     difference: str  # from the last turn, in words; empty if it continues that turn
 
 
 class Transcript:
-    """The turns of a sample, in conversations that begin alike or not."""
+    """The turns of a sample, in conversations that may share their first turns."""
 
     def __init__(self, chat: ChatFormat) -> None:
         self._chat = chat
-        self._first: dict[str, list[_Turn]] = {}  # by their tools
+        self._first: dict[str, list[_Turn]] = {}  # first turns, by tools
         self._last: tuple[str, list[_Turn]] = ("", [])
         self._calls = 0
 
@@ -71,7 +71,7 @@ class Transcript:
                 last = path[-1]
                 rest = self._chat.follow_up(added, last.answer, tools, has_ended=last.has_ended)
                 token_ids = [token_id for turn in path for token_id in turn.token_ids] + rest
-            except Exception:  # of a template that takes the messages, but not these alone
+            except Exception:  # of a template that takes all messages, but not the last alone
                 path, added = [], messages
         if not path:
             token_ids = self._chat.render(messages, tools)
@@ -79,10 +79,8 @@ class Transcript:
         return Place(token_ids, path, [normalized(message) for message in added], key, difference)
 
     def answer(self, place: Place, turn_ids: list[int], tools: list[Message] | None, *, calls_tools: bool) -> Message:
-        """The message of a turn that was generated at this place, with ids for its tool calls."""
-        answer = self._chat.parse(turn_ids, place.token_ids, tools)
-        if not calls_tools or not tools:
-            answer = {name: value for name, value in answer.items() if name != "tool_calls"}
+        """Record a turn that was generated at this place. Returns its message, with ids for its tool calls."""
+        answer = self._chat.parse(turn_ids, place.token_ids, tools if calls_tools else None)
         for call in answer.get("tool_calls", ()):
             self._calls += 1
             call["id"] = f"call{self._calls:05d}"  # the same after a restart; Mistral's templates want 9 characters
@@ -111,7 +109,7 @@ class Transcript:
 
 
 def normalized(message: Message) -> Any:
-    """A message without differences that do not count: white space, order of keys, ids and names of calls."""
+    """Return a message without insignificant differences: white space, key order, call ids, names of results."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     arguments = [json.dumps(decoded_arguments(call), sort_keys=True) for call in calls]
     return (
@@ -122,7 +120,7 @@ def normalized(message: Message) -> Any:
 
 
 def decoded_arguments(call: Message) -> Any:
-    """The arguments of a call, which are JSON in requests."""
+    """Return the arguments of a call, which are JSON text in requests."""
     arguments = call.get("arguments") or {}
     try:
         return json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -131,27 +129,30 @@ def decoded_arguments(call: Message) -> Any:
 
 
 def _longest(turns: list[_Turn], messages: list[Message]) -> tuple[list[_Turn], list[Message]]:
-    """The turns that `messages` begin with, as many as possible, and the messages after them.
+    """Return the longest path of turns that `messages` begin with, and the messages after it.
 
-    Where several are alike, the latest. What an agent adds to an answer is a message of its own after the answer.
+    Among equal paths, the latest is chosen. Text that an agent adds to an answer becomes a message after the answer.
     """
     best: tuple[list[_Turn], list[Message]] = [], messages
-    for turn in reversed(turns):
-        length = len(turn.messages)
-        if len(messages) < length or [normalized(one) for one in messages[: length - 1]] != turn.messages[:-1]:
-            continue
-        if (more := _addition(turn, messages[length - 1])) is None:
-            continue
-        later, added = _longest(turn.later, [*more, *messages[length:]])
-        if len(later) + 1 > len(best[0]):
-            best = [turn, *later], added
+    waiting = [(best[0], turns, messages)]
+    while waiting:
+        path, later, rest = waiting.pop()
+        # An answer may begin with another answer; the whole of it leaves fewer messages.
+        if (len(path), -len(rest)) > (len(best[0]), -len(best[1])):
+            best = path, rest
+        for turn in later:
+            length = len(turn.messages)
+            if len(rest) < length or [normalized(one) for one in rest[: length - 1]] != turn.messages[:-1]:
+                continue
+            if (more := _addition(turn, rest[length - 1])) is not None:
+                waiting.append(([*path, turn], turn.later, [*more, *rest[length:]]))
     return best
 
 
 def _addition(turn: _Turn, message: Message) -> list[Message] | None:
-    """What `message` adds to the answer of a turn, as a message, if anything. `None` if it is not that answer.
+    """Return what `message` adds to the answer of a turn, as messages; `None` if it does not repeat the answer.
 
-    Some agents write the calls of an answer as text after it (smolagents).
+    Some agents append the calls of an answer to it as text (smolagents).
     """
     (_, text, *calls), (role, given, *given_calls) = turn.messages[-1], normalized(message)
     if (role, given, given_calls) == ("assistant", text, calls):

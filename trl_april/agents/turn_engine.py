@@ -1,6 +1,6 @@
-"""The engine of a rollout: requests for its turns, in sequence, from wherever it runs.
+"""The engine of a rollout, which requests its turns in sequence, from any thread or event loop.
 
-Invariant: at most a single request waits for its turn, and once the sample has ended, none.
+Invariant: at most one request waits for its turn, and none waits once the sample has ended.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Asked(NamedTuple):
     """A request for a turn after `token_ids`."""
 
     token_ids: list[int]
-    limit: int | None = None  # most tokens of the turn
+    limit: int | None = None  # maximum tokens of the turn
     may_branch: bool = False  # whether the tokens may differ from those of the sample
-    difference: str = ""  # in words, if they do
+    difference: str = ""  # in words, if they differ
 
 
 class NoRoom(Exception):
@@ -59,7 +59,7 @@ class Ended(Exception):
     """The sample of a request has ended."""
 
 
-# Opens an address, with `base_url`, `api_key` and `close()`, whose requests ask for turns.
+# Opens an address, with `base_url`, `api_key` and `close()`. Its requests call the given function for turns.
 AddressOf = Callable[[Callable[[Asked], Awaitable[Turn]]], Any]
 
 
@@ -68,7 +68,7 @@ class TurnEngine:
 
     Attributes:
         prompt_ids (`list[int]`):
-            Token ids of the row's prompt as TRL renders it. The rollout may begin with others, unless the row has
+            Token ids of the row's prompt as TRL renders it. The rollout may begin with other ids, unless the row has
             images.
     """
 
@@ -91,15 +91,15 @@ class TurnEngine:
         return str(self._opened().api_key)
 
     async def generate(self, token_ids: Sequence[int]) -> Turn:
-        """Generates a turn after `token_ids`, and returns it when it is complete, possibly several rounds later.
+        """Generate a turn after `token_ids`, and return it when it is complete, possibly several rounds later.
 
-        In the first call, `token_ids` is the prompt. Each further call continues the sample: everything so far, and
-        then at least a token that the model did not generate, which is masked in the loss. If these tokens use up
+        In the first call, `token_ids` is the prompt. Each further call continues the sample: all tokens so far, then
+        at least one token that the model did not generate. The added tokens are masked in the loss. If they use up
         `max_completion_length`, they are dropped, and the turn is empty with the finish reason `"length"`.
 
         Args:
             token_ids (`Sequence[int]`):
-                The prompt, the completion so far, and what follows it.
+                The prompt, the completion so far, and the added tokens.
 
         Raises:
             ConfigError: If another turn is being generated.
@@ -133,7 +133,7 @@ class TurnEngine:
         function()
 
     def _answer(self, turn: Turn | Exception) -> None:
-        """Return `turn` from the request that waits, or raise the error there. In any thread."""
+        """Return `turn` from the waiting request, or raise the error there. May be called from any thread."""
         waiting = self._turn
 
         def settle() -> None:
@@ -158,7 +158,7 @@ class TurnEngine:
             return self._address
 
     def _close(self) -> None:
-        """Close the address, and end what the rollout started."""
+        """Close the address, and call the `at_close` functions."""
         with self._lock:
             self._is_closed, at_close = True, [*self._at_close]
             if self._address is not None:

@@ -73,7 +73,8 @@ class TrainersChatFormat:
     def parse(self, token_ids: list[int], prefix: list[int], tools: list[Message] | None) -> Message:
         if self._parses:
             message: Message = parse_response(self._tokenizer, token_ids, prefix=prefix, tools=tools)
-            return copy.deepcopy(message)
+            if tools or not message.get("tool_calls"):
+                return copy.deepcopy(message)
         return {"role": "assistant", "content": self._tokenizer.decode(token_ids, skip_special_tokens=True)}
 
     def has_ended(self, token_ids: list[int]) -> bool:
