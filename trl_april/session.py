@@ -1,14 +1,14 @@
 """The rollouts of a training run: wires rows, pool, engine, server, rounds, checkpoints and the run log.
 
-Invariant: [`RolloutSession.close`] leaves nothing of a run behind but its pool.
+Invariant: [`RolloutSession.close`] leaves only the pool of a run.
 """
 
 from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,6 @@ class RolloutSession:
         budget: Budget,
         sampling: SamplingOptions,
         server: ServerGeneration,
-        num_reward_funcs: int,
         scorer: RewardScorer | None,
         act: ToolTurns | RolloutTurns | None,
         user_code: UserCode,
@@ -97,11 +96,11 @@ class RolloutSession:
         self.pool = self._new_pool()
         self._settings = {
             **run_options(args, options, self.pool),
-            **{name: getattr(args, name) for name in SAMPLING},  # which a resume compares
+            **{name: getattr(args, name) for name in SAMPLING},  # compared by a resume
             "dataset_rows": None if rows.is_stream else len(rows.dataset),
         }
         saved = checkpoints.take_rollouts()
-        self._source, elsewhere = self._restore(saved, rows, num_reward_funcs, checkpoints.resumed_from)
+        self._source, elsewhere = self._restore(saved, rows, checkpoints.resumed_from)
         # A checkpoint written under a higher target can hold more groups.
         groups_here = math.ceil(max(self.pool.schedule.target, len(self.pool.schedule)) / processes.count)
         files = FILES_PER_SAMPLE if isinstance(act, RolloutTurns) else 1
@@ -210,7 +209,7 @@ class RolloutSession:
         )
 
     def _new_control(self, connections: int) -> AdmissionControl:
-        """Admission for `over_provisioning="auto"`, within the connections that each process may open."""
+        """Return the control of `over_provisioning="auto"`, limited by the connections that each process may open."""
         processes = self._processes
         groups = connections // self._plan.num_generations * processes.count
         return AdmissionControl(
@@ -240,11 +239,11 @@ class RolloutSession:
     ) -> tuple[Round, dict[str, float]]:
         """Sync the weights, fill the pool, and run until the quota is met; see [`RoundLoop.run`].
 
-        Returns the round, with the groups that this process trains first at `micro_step`, and its `april/` metrics.
-        Weights that are synced are sent again if the server has lost them. `profiled` is TRL's profiling context.
+        Returns the round, whose groups this process trains from `micro_step` on, and its `april/` metrics. With
+        `is_synced`, weights are sent only if the server has lost them. `profiled` is TRL's profiling context.
 
         Raises:
-            ServerError, Stopped, WeightSyncError: In all processes.
+            ServerError, Stopped, WeightSyncError: In all processes, if they occur in any.
         """
         self.run_log.round_began()
         step = self.steps.step = self._state.global_step
@@ -276,6 +275,18 @@ class RolloutSession:
         self.run_log.note(metrics)
         return done, metrics
 
+    @contextmanager
+    def scoring_suspended(self) -> Iterator[None]:
+        """Call no reward function beside this context, in which an evaluation calls them."""
+        if (dynamic := self._dynamic) is None:
+            yield
+            return
+        self._loop.run(dynamic.suspend(), poll=self._processes.check, calls=self._user_code.calls)
+        try:
+            yield
+        finally:
+            dynamic.is_suspended = False
+
     def cut(self) -> None:
         """Abort the requests that run during training, in all processes. A collective call."""
         run_blocking(self._rounds.cut())
@@ -283,7 +294,7 @@ class RolloutSession:
     def save(self, checkpoint: Path) -> None:
         """Write the rollouts into a checkpoint: the pool, and the batches that are not fully trained.
 
-        TRL generates a batch that lasts for several optimizer steps anew if training resumes in the middle of it. A
+        If training resumes in the middle of a batch of several optimizer steps, TRL generates the batch again. A
         collective call.
         """
         with self._loop.paused():
@@ -293,7 +304,7 @@ class RolloutSession:
 
     def close(self) -> None:
         """Close requests, connections, threads, the event loop and the progress bar."""
-        with ExitStack() as rest:  # also if the first call is interrupted
+        with ExitStack() as rest:  # runs even if the first call is interrupted
             rest.callback(self._loop.close)
             rest.callback(lambda: self._loop.run(self._engine.close()))
             rest.callback(self.steps.close)
@@ -311,22 +322,20 @@ class RolloutSession:
         run_blocking(self.steps.route(self._state.global_step))
 
     def _restore(
-        self, saved: SavedRollouts | None, rows: TrainingRows, num_reward_funcs: int, checkpoint: str | None = None
+        self, saved: SavedRollouts | None, rows: TrainingRows, checkpoint: str | None = None
     ) -> tuple[RowSource, list[Group]]:
         """Restore the pool from a checkpoint, if any; returns the row source, and the groups of other processes."""
         if saved is None:
             return make_source(rows, self._plan, self._state.global_step), []
         try:
-            return self._restore_rollouts(saved, rows, num_reward_funcs)
+            return self._restore_rollouts(saved, rows)
         except PoolError as error:
             raise CheckpointError(
                 f"The partial samples in {checkpoint} cannot be resumed. {error} Resume from another checkpoint, or "
                 f"remove the folder `{FOLDER}` there to continue without them."
             ) from error
 
-    def _restore_rollouts(
-        self, saved: SavedRollouts, rows: TrainingRows, num_reward_funcs: int
-    ) -> tuple[RowSource, list[Group]]:
+    def _restore_rollouts(self, saved: SavedRollouts, rows: TrainingRows) -> tuple[RowSource, list[Group]]:
         step = self._state.global_step
         pools = saved.pools
         held = sum(len(state["groups"]) for state in pools)
@@ -337,7 +346,7 @@ class RolloutSession:
             saved.source,
             held=held,
             rejected=sum(state["groups_rejected"] for state in pools),
-            # After the ids of a batch in training that is generated anew.
+            # Skip the ids of the batch in training, which is generated again.
             next_id=max(state["last_id"] for state in pools) + 1 + sum(len(state["in_training"]) for state in pools),
         )
         if surplus > 0:
@@ -354,7 +363,7 @@ class RolloutSession:
             owns=self._processes.owns,
             has_totals=self._processes.rank == 0,
             surplus=surplus,
-            num_reward_funcs=num_reward_funcs,
+            num_reward_funcs=0 if self.scorer is None else len(self.scorer.functions),
             restore_environments=self._restorable.restore if self._restorable else lambda groups: (),
         )
         logger.warning(account_of([*self.pool, *elsewhere], saved.settings, self._settings))

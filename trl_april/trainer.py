@@ -1,8 +1,8 @@
 """APRILGRPOTrainer: TRL's GRPOTrainer with another source of training completions.
 
 When TRL asks for a generation batch, new weights are sent to the server, the pool is filled to its target, and the
-round runs until the quota is met. The batch goes into TRL's own slot for foreign rollouts, `rollout_func`, for a
-`super()` call: scoring, advantages, importance-sampling correction and loss are TRL's.
+round runs until the quota is met. TRL takes the batch during a `super()` call through its hook for external rollouts,
+`rollout_func`: scoring, advantages, importance-sampling correction and loss are TRL's.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class APRILGRPOTrainer(GRPOTrainer):
     next round. No generated token is discarded, and a few long completions no longer stall the batch.
 
     Only the source of *training* completions differs from [`~trl.GRPOTrainer`]: a pool of groups on a vLLM server.
-    All else is inherited. The log gains keys with the prefix `april/`, and `output_dir` a file `april_rounds.jsonl`
-    for `trl-april report`.
+    Everything else is inherited. The log gains keys with the prefix `april/`, and `output_dir` a file
+    `april_rounds.jsonl` for `trl-april report`.
 
-    If no server is given, the trainer starts a server, which ends with it: on GPUs that the trainer does not use, or
-    else on the trainer's GPU with `vllm_gpu_memory_utilization` of its memory. The next such trainer takes it over.
+    If no server is given, the trainer starts a server that ends with it: on GPUs that the trainer does not use, or
+    else on its GPU with `vllm_gpu_memory_utilization` of the memory. The next such trainer takes the server over.
 
     APRIL is on unless `args.use_vllm` is false, `rollout_func` is given, or a subclass overrides `_generate`,
     `_generate_single_turn`, `_tool_call_loop` or `get_train_dataloader`. Otherwise stock GRPO runs, with a warning.
@@ -97,8 +97,8 @@ class APRILGRPOTrainer(GRPOTrainer):
     _tag_names = ["trl", "grpo", "april"]
     _name = "APRIL"
     _paper = construction.PAPER
-    _april_evaluation: Any = None  # the evaluation that runs
-    _april_hand_over: HandOver | None = None  # the batch that TRL takes now
+    _april_evaluation: Any = None  # the running evaluation
+    _april_hand_over: HandOver | None = None  # the batch that TRL is taking
 
     def __init__(
         self,
@@ -174,14 +174,14 @@ class APRILGRPOTrainer(GRPOTrainer):
     # Overrides of TRL. All call `super()`.
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """See [`~transformers.Trainer.train`]. Connections and the event loop live as long as this call.
+        """See [`~transformers.Trainer.train`]. Connections and the event loop exist only during this call.
 
-        Overridden to resume with partial samples, and to skip incomplete checkpoints: those are read before the loop.
+        Overridden to resume with partial samples, and to skip incomplete checkpoints before the training loop.
 
         Raises:
             CheckpointError: If a checkpoint is incomplete, or its partial samples are damaged. It is a `ValueError`.
-            ServerError: If the server stays away for `vllm_server_timeout` seconds, or the trainer's own server no
-                longer starts. A checkpoint was written by then.
+            ServerError: If the server is unreachable for `vllm_server_timeout` seconds, or the trainer's own server
+                cannot be restarted. A checkpoint was written by then.
             KeyboardInterrupt, SystemExit: After Ctrl-C or SIGTERM. With `save_on_signal` a checkpoint was written.
         """
         if not self.april_enabled:
@@ -229,7 +229,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         in_training = corrects and training_pass.can_correct(type(self), APRILGRPOTrainer, self.args)
         oldest = self._april_options.oldest_trained(done.version)
         hand_over = HandOver(groups, factories=self.environment_factories, mask_below=oldest)
-        # TRL's own correction takes another forward pass.
+        # TRL's own correction needs another forward pass.
         given = hand_over.given_to(self, vllm_importance_sampling_correction=corrects and not in_training)
         with given, session.run_log.timing("scoring"):
             batch = super()._generate_and_score_completions(inputs)
@@ -256,7 +256,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         return rows.begun(prompt_ids, self._tokenizer) if self.april_enabled else prompt_ids, *rest
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        # Overridden to time and check reward functions, and not to call them again for groups that were scored.
+        # Overridden to time and check reward functions, and to skip them for groups that are already scored.
         if self._april_session is None or not self.model.training:
             return result_of(partial(super()._calculate_rewards, *args, **kwargs))
         with self._april_session.run_log.timing("reward_calls"):
@@ -284,7 +284,7 @@ class APRILGRPOTrainer(GRPOTrainer):
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         # Overridden to compute each row as if it were alone, each prompt once, and to leave out padding. It also
-        # corrects a micro-batch by its training pass, the only pass for which TRL wants entropies.
+        # corrects a micro-batch by its training pass, the only pass for which TRL requests entropies.
         score = training_pass.forward_pass(self, super()._get_per_token_logps_and_entropies, kwargs)
         results = score(*args, **kwargs)
         if self._april_session is not None and self.model.training and kwargs.get("compute_entropy"):
@@ -293,7 +293,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         return results
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        # Overridden to save partial samples. Without the optimizer, training cannot resume, and needs none.
+        # Overridden to save partial samples, unless the optimizer is not saved and training cannot resume.
         if self._april_session:
             self._april_checkpoints.save(
                 self.state.global_step,
@@ -340,7 +340,6 @@ class APRILGRPOTrainer(GRPOTrainer):
             budget=budget,
             sampling=sampling,
             server=self.vllm_generation,
-            num_reward_funcs=len(self.reward_funcs),
             scorer=reward_scorer(self, turns) if self._april_options.scores_groups else None,
             act=turns,
             user_code=self._april_user_code,
@@ -351,10 +350,10 @@ class APRILGRPOTrainer(GRPOTrainer):
         )
 
     def _april_evaluate(self, inputs: list[dict[str, Any]]) -> HandOver:
-        """Generate the completions of an evaluation for these rows, with the weights of now."""
+        """Generate the completions of an evaluation for these rows, with the current weights."""
         if self.log_completions:
             self._pending_extra_logs["versions"] = [""] * len(inputs)  # keeps the columns of the table aligned
-        recovery = self._april_session and self._april_session.recovery  # which stops requests before a sync
+        recovery = self._april_session and self._april_session.recovery  # stops requests before a sync
         recovery = recovery or Recovery(self.vllm_generation, self._april_processes, self._april_stop)
         with self._april_saved_if_stopped():
             if self.state.global_step != self._last_loaded_step:  # TRL's own sync would not survive an outage
@@ -385,7 +384,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         """Write a checkpoint if training ends in the block because of a signal or a lost server."""
         try:
             yield
-        except (Stopped, ServerError) as error:  # in all processes
+        except (Stopped, ServerError) as error:  # raised in all processes
             if self._april_session and (isinstance(error, Stopped) or self.args.save_strategy != SaveStrategy.NO):
                 step, checkpoints = self.state.global_step, self._april_checkpoints
                 is_new = not checkpoints.has_weights(step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 from collections import Counter
 
@@ -10,10 +11,20 @@ import pytest
 import torch
 from datasets import Dataset
 
+from tests.checkpoint.test_resume import saved_groups
+from tests.server.test_process import wait_for
 from tests.support.environments import GAME, Counting
 from tests.support.fake_vllm import FakeVLLM
 from tests.support.preloaded import launch_preloaded
-from tests.support.tool_calling import CALLS, DATASET, TOKENIZER, ByQuestion, ToolScript, trainer_arguments
+from tests.support.tool_calling import (
+    CALLS,
+    DATASET,
+    NUM_GENERATIONS,
+    TOKENIZER,
+    ByQuestion,
+    ToolScript,
+    trainer_arguments,
+)
 from tests.trainer import test_rollout_function as rollouts
 from tests.trainer.test_environments import arguments
 from tests.trainer.test_tools import april, logs, stock
@@ -129,6 +140,77 @@ def test_environments_are_not_those_of_samples_in_flight(fake, tmp_path):
     assert len(instances[0][1]) >= 8 and instances[0][1] & instances[1][1]  # they are used again
     evaluated = [entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry]
     assert evaluated == [7.0] * 2  # the count of the first sample of the script
+
+
+class LastGroup:
+    """A script in which group 3 waits until an evaluation has begun."""
+
+    def __init__(self) -> None:
+        self.begun, self._script = threading.Event(), ToolScript()
+
+    async def stream(self, one) -> None:
+        is_last = int(one.request.headers["X-Request-Id"].split("-")[-3]) == 3
+        while is_last and not self.begun.is_set() and not one.aborted.is_set():
+            await asyncio.sleep(0.01)
+        await self._script.stream(one)
+
+
+EVALUATED = {
+    "per_device_train_batch_size": 2 * NUM_GENERATIONS, "over_provisioning": 2.0, "max_steps": 2,
+    "per_device_eval_batch_size": 8, "num_generations_eval": 2, "eval_strategy": "steps", "eval_steps": 1,
+}  # fmt: skip
+
+
+def test_no_group_is_scored_beside_an_evaluation(fake, tmp_path):
+    script, inside, most = LastGroup(), [], []
+    evaluates = threading.Event()
+
+    class Trainer(APRILGRPOTrainer):
+        def evaluation_loop(self, *args, **kwargs):
+            script.begun.set()
+            wait_for(lambda: inside or evaluates.is_set())
+            return super().evaluation_loop(*args, **kwargs)
+
+    def reward(completions, trainer_state, **kwargs):
+        """Notes how many calls of it run."""
+        inside.append(True)
+        most.append(len(inside))
+        if threading.current_thread() is threading.main_thread():
+            evaluates.set()
+        elif trainer_state.global_step:
+            evaluates.wait(1.0)
+        inside.pop()
+        return [float(len(messages)) for messages in completions]
+
+    fake.script = script.stream
+    arguments = {"reward_funcs": reward, "eval_dataset": DATASET.select(range(4))}
+    april(fake, tmp_path, Trainer, arguments=arguments, score_during_generation=True, **EVALUATED).train()
+    assert evaluates.is_set() and max(most) == 1
+
+
+def test_training_resumes_without_scoring_during_generation(fake, tmp_path):
+    script = LastGroup()
+
+    class Trainer(APRILGRPOTrainer):
+        def evaluation_loop(self, *args, **kwargs):
+            wait_for(lambda: script.begun.is_set() or any(group.score for group in [*self._april_session.pool]))
+            script.begun.set()
+            return super().evaluation_loop(*args, **kwargs)
+
+    fake.script = script.stream
+    options = {
+        **EVALUATED,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "arguments": {"eval_dataset": DATASET.select([0])},
+    }
+    april(fake, tmp_path, Trainer, score_during_generation=True, **copy.copy(options)).train()
+    checkpoint = tmp_path / "april" / "checkpoint-1"
+    saved = saved_groups(checkpoint, DATASET.to_list(), has_tools=True).values()
+    assert [group.score is None for group in saved] == [False, True]
+    resumed = april(fake, tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert len(resumed.batches) == 1
 
 
 def test_a_rollout_function_is_evaluated(fake, tmp_path):

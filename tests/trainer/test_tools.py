@@ -11,6 +11,7 @@ from trl import GRPOConfig
 from tests.support.fake_vllm import FakeVLLM
 from tests.support.tool_calling import (
     CALLS,
+    DATASET,
     NUM_GENERATIONS,
     TOKENIZER,
     ScriptedStock,
@@ -129,3 +130,11 @@ def test_samples_that_are_cut_and_resumed_equal_stock(fake, tmp_path, options):
         assert not left_out.any() or "staleness_policy" in options
         assert not (batch["tool_mask"] > wanted["tool_mask"]).any()
     assert sum(done.carried_tokens for done in trainer.round_history) > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"score_during_generation": True}])
+def test_a_column_does_not_replace_the_completions(fake, tmp_path, options):
+    dataset = DATASET.add_column("completions", ["of another model"] * len(DATASET))
+    trainer = april(fake, tmp_path, arguments={"train_dataset": dataset}, max_steps=1, **options)
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'completions'"):
+        trainer.train()

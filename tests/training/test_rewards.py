@@ -74,8 +74,10 @@ NONE = math.nan  # of a function that returned no reward
 def test_a_group_can_teach_something_if_scored_samples_differ(rewards, of_sums, of_columns):
     score = Score([list(map(float, row)) for row in rewards], {})
     for normalize_first, expected in ((False, of_sums), (True, of_columns)):
-        scorer = SimpleNamespace(weights=torch.ones(2), normalize_first=normalize_first)
+        scorer = SimpleNamespace(weights=lambda: torch.ones(2), normalize_first=normalize_first)
         assert bool(RewardScorer.has_signal(scorer, score)) is expected
+        scorer.weights = lambda: torch.tensor([0.0, 0.0])
+        assert not RewardScorer.has_signal(scorer, score), "a weight of 0 is for the log"
 
 
 @pytest.mark.parametrize(("device", "used"), [("cpu", []), ("cpu:0", []), ("cuda", []), ("cuda:1", [1])])
@@ -107,3 +109,5 @@ def test_a_reward_model_pads_no_tokenizer_of_another_thread():
     scorer.timed = nullcontext
     assert scorer._call(arguments) == [[0.0], [0.0]]
     assert padded == [((2, 5), None)]
+    trainer.reward_weights = torch.zeros(1)  # by a callback
+    assert scorer.weights() is trainer.reward_weights

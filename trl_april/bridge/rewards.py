@@ -1,4 +1,4 @@
-"""Rewards outside of TRL's scoring of a batch: of single groups, and in the threads of environments."""
+"""Rewards outside of TRL's batch scoring: of single groups, and in the threads of environments."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ..training.rewards import RewardScorer, checked, decode_completions
 
 
 def reward_scorer(trainer: GRPOTrainer, turns: ToolTurns | RolloutTurns | None = None) -> RewardScorer:
-    """Scores groups as the trainer would, in a thread; a reward model may share the trainer's tokenizer."""
+    """Return a scorer that works like the trainer, but in a thread: with copies of all tokenizers."""
     processing_class, of_rewards = copy.deepcopy((trainer.processing_class, trainer.reward_processing_classes))
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     return RewardScorer(
         functions=checked(trainer.reward_funcs, trainer.reward_func_names, whole_batch=False),
         processing_classes=of_rewards,
         names=trainer.reward_func_names,
-        weights=trainer.reward_weights,
+        weights=lambda: trainer.reward_weights,
         normalize_first=trainer.multi_objective_aggregation == "normalize_then_sum",
         decode=partial(decode_completions, tokenizer, processing_class),
         state=lambda: trainer.state,
@@ -38,11 +38,11 @@ def reward_scorer(trainer: GRPOTrainer, turns: ToolTurns | RolloutTurns | None =
 
 
 def use_threads_of_environments(trainer: GRPOTrainer) -> None:
-    """Let the rewards that environments own be computed in the threads of their instances."""
+    """Compute the rewards that environments define (`get_reward`) in the threads of their instances."""
 
     def in_threads(kind: type) -> Callable[..., list[Any]]:
         call = partial(trainer._april_user_code.wrapped, name=f"get_reward of {kind.__name__}")
-        # As TRL's function, whose default is the class.
+        # Like TRL's function, which binds the class as a default argument.
         return lambda environments, **kwargs: [
             call(instance.get_reward, of=instance)() if type(instance) is kind else None for instance in environments
         ]

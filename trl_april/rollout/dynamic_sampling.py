@@ -1,8 +1,8 @@
 """Dynamic sampling: score finished groups during generation, and replace groups without a learning signal.
 
 A group whose rewards are all equal has no advantage. DAPO (arXiv 2503.14476, section 3.2) samples until the batch is
-full of groups that have an advantage. Invariant: reward functions run in a single thread, call by call, and each group
-is scored once. A call that outlives its round counts in the next round.
+full of groups that have an advantage. Invariant: reward functions run in a single thread, one call at a time, and each
+group is scored once. A call that outlives its round counts in the next round.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 class DynamicSampling:
     """Filters finished groups by their rewards, and replaces rejected groups.
 
-    `score` and `replace` run in a thread, call by call. Groups that finish during a call of `score` are scored
-    together by the next call. `replace` returns as many new groups as were rejected, or fewer if the dataset ends.
-    A round whose processes reject `max_rejected` groups is filled with rejected groups, oldest first. Without
-    `has_signal` no group is rejected. Only then can groups be scored `between_rounds`: a group rejected there would
-    belong to the next round, whose replacements are not planned yet.
+    `score` and `replace` run in a thread, one call at a time. Groups that finish during a call of `score` are scored
+    together by the next call. `replace` returns as many new groups as were rejected, or fewer if the dataset ends. A
+    round whose processes reject `max_rejected` groups is filled with rejected groups, oldest first. Without
+    `has_signal` no group is rejected. Only then can groups be scored `between_rounds`: a group rejected between rounds
+    would belong to the next round, whose replacements are not planned yet.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class DynamicSampling:
         assert has_signal is None or not between_rounds
         self._score, self._has_signal, self._replace = score, has_signal, replace
         self.max_rejected, self.between_rounds = max_rejected, between_rounds
+        self.is_suspended = False  # whether no group is scored for now
         self.replaced = 0  # rejected groups of the round with a replacement
         self._thread = executor or DaemonThreads("trl-april-rewards", limit=1)
         self._scoring: tuple[list[Group], Future[list[Score]]] | None = None
@@ -54,7 +55,7 @@ class DynamicSampling:
     async def filter_finished(self, pool: Pool) -> bool:
         """Score finished groups, and accept or reject them. Returns whether there were any."""
         if self._scoring is None:
-            groups = pool.unscored()
+            groups = [] if self.is_suspended else pool.unscored()
             if not groups:
                 return False
             self._scoring = groups, self._thread.submit(self._score, groups)
@@ -62,7 +63,7 @@ class DynamicSampling:
         # If the round closes meanwhile, the call continues and the next round awaits it here.
         scores = await asyncio.shield(asyncio.wrap_future(call))
         if self._scoring is not scoring:
-            return True  # by another task, which has awaited the same call
+            return True  # another task awaited the same call and filtered the groups
         self._scoring = None
         outstanding = {group.group_id for group in pool}
         for group, score in zip(groups, scores, strict=True):
@@ -74,6 +75,12 @@ class DynamicSampling:
                 pool.reject(group, score)
         return True
 
+    async def suspend(self) -> None:
+        """Score no further groups, and wait for a call in progress, whose scores are taken later."""
+        self.is_suspended = True
+        if self._scoring is not None:
+            await asyncio.wait([asyncio.wrap_future(self._scoring[1])])
+
     def may_close(self, pool: Pool) -> bool:
         """Whether the quota is met, by rejected groups if the round hit its rejection limit."""
         return pool.schedule.may_close(filled_with=len(pool.schedule.rejected) if self._hit_limit(pool) else 0)
@@ -81,8 +88,8 @@ class DynamicSampling:
     def missing(self, pool: Pool) -> int:
         """Rejected groups that need a replacement.
 
-        A pool may hold more groups than its target, after the target was lowered or from a checkpoint. Those serve as
-        replacements.
+        After the target was lowered, or from a checkpoint, a pool may hold more groups than its target. The excess
+        groups serve as replacements.
         """
         return min(len(pool.schedule.rejected) - self.replaced, pool.schedule.target - len(pool.schedule))
 

@@ -37,12 +37,12 @@ from .batch import batch_rows
 logger = get_logger(__name__)
 
 NOT_PASSED_ON = ("prompt", "completion", "completion_ids")  # columns of a row
-NO_DEVIATION = 1e-8  # up to which TRL takes a standard deviation for zero
+NO_DEVIATION = 1e-8  # TRL takes a standard deviation up to this value as zero
 
 
 @dataclass(kw_only=True)
 class RewardScorer:
-    """Scores groups for dynamic sampling, and keeps what reward functions log until their groups are trained.
+    """Scores groups for dynamic sampling, and keeps the logs of reward functions until the groups are trained.
 
     The fields are all that TRL passes to reward functions or uses to call them.
     """
@@ -50,9 +50,9 @@ class RewardScorer:
     functions: Sequence[Any]  # reward models, functions and coroutine functions
     processing_classes: Sequence[Any]  # a tokenizer for each reward model, `None` for each function
     names: Sequence[str]
-    weights: torch.Tensor  # of shape (num_reward_funcs,)
-    normalize_first: bool  # whether each is normalized by itself ("normalize_then_sum")
-    # Returns the completions, text or messages, of prompts, prompt ids and completion ids.
+    weights: Callable[[], torch.Tensor]  # of shape (num_reward_funcs,), which callbacks may change
+    normalize_first: bool  # whether each function is normalized separately ("normalize_then_sum")
+    # Returns completions as text or messages, given prompts, prompt ids and completion ids.
     decode: Callable[[list[Any], list[list[int]], list[list[int]]], list[Any]]
     state: Callable[[], Any]  # returns the trainer's state
     timed: Callable[[str], AbstractContextManager[Any]]  # TRL's profiling context for a name
@@ -79,7 +79,7 @@ class RewardScorer:
         return scores
 
     def _score(self, groups: Sequence[Group]) -> tuple[list[Score], list[tuple[str, float]]]:
-        """The scores, and the logged metrics by name. It changes nothing, since it may be repeated."""
+        """Return the scores, and the logged metrics by name. Has no side effects, since it may be repeated."""
         rows = batch_rows(groups)
         prompts = [prompt_of(row) for row in rows]
         prompt_ids = [group.prompt_ids_of(sample) for group in groups for sample in group.samples]
@@ -89,11 +89,10 @@ class RewardScorer:
             completions = self.decode(copy.deepcopy(prompts), prompt_ids, completion_ids)
         extra: dict[str, list[Any]] = defaultdict(list)
         metrics: list[tuple[str, float]] = []
-        arguments = {
-            "prompts": prompts,
-            "completions": completions,
-            "completion_ids": completion_ids,
-            **{key: [row[key] for row in rows] for key in rows[0] if key not in NOT_PASSED_ON},
+        columns = {key: [row[key] for row in rows] for key in rows[0] if key not in NOT_PASSED_ON}
+        # Columns of these three names are refused by Python, as in TRL.
+        arguments = dict(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
+        arguments |= {
             "trainer_state": copy.copy(self.state()),
             "log_extra": lambda column, values: extra[column].extend(values),
             "log_metric": lambda name, value: metrics.append((name, value)),
@@ -112,11 +111,12 @@ class RewardScorer:
         """Whether the advantages of a group with this score can differ from zero.
 
         As in TRL, the weighted sums of the rewards must differ between samples or, where each reward function is
-        normalized by itself, the rewards of any function. Samples that no function could score do not count.
+        normalized separately, the rewards of any function. Samples that no function could score do not count.
         """
-        rewards = columns = torch.tensor(score.rewards)
+        rewards = torch.tensor(score.rewards)
+        columns = rewards * self.weights().to(rewards.device)
         if not self.normalize_first:
-            columns = (rewards * self.weights.to(rewards.device)).nansum(dim=1, keepdim=True)
+            columns = columns.nansum(dim=1, keepdim=True)
             columns[rewards.isnan().all(dim=1)] = torch.nan
         known = [column[~column.isnan()] for column in columns.unbind(dim=1)]
         return any(len(values) > 1 and float(values.std()) > NO_DEVIATION for values in known)
@@ -173,9 +173,9 @@ class RewardScorer:
 
 
 def checked(functions: Sequence[Any], names: Sequence[str], *, whole_batch: bool = True) -> list[Any]:
-    """Reward functions that raise an error with their name if they return anything but numbers. Models stay.
+    """Wrap reward functions to raise an error with their name unless they return numbers. Models stay.
 
-    A single function may not return NaN for a whole batch. Among several, a function may where it does not apply.
+    A single function may not return NaN for a whole batch. If there are several, each may, where it does not apply.
     """
     refuses_nan = whole_batch and len(functions) == 1
     return [_checked(function, name, refuses_nan) for function, name in zip(functions, names, strict=True)]
@@ -191,7 +191,7 @@ def is_async(function: Any) -> bool:
 def _checked(function: Any, name: str, refuses_nan: bool) -> Any:
     if isinstance(function, nn.Module):
         return function
-    named = wraps(function, updated=())  # in Python's errors about its arguments
+    named = wraps(function, updated=())  # keeps the name in Python's errors about arguments
     if not is_async(function):
         return named(lambda **kwargs: _check_rewards(function(**kwargs), name, refuses_nan))
 
@@ -249,6 +249,6 @@ def extra_columns(groups: Sequence[Group]) -> dict[str, list[Any]]:
 
 
 def use_device(device: torch.device) -> None:
-    """Let a thread work on the device of its process, as its main thread does; a new thread starts on the first."""
+    """Select the process's device in this thread, as in the main thread; a new thread starts on the first device."""
     if device.type != "cpu" and device.index is not None:
         torch.accelerator.set_device_index(device.index)
