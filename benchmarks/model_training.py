@@ -46,7 +46,8 @@ def measure(name: str, path: Path) -> None:
             try:
                 found[training] = train(training, str(folder), config, reference, servers)
             except Exception as error:
-                found[training] = {"error": f"{type(error).__name__}: {error}"}
+                # Without the log of the server, which has paths of this machine.
+                found[training] = {"error": f"{type(error).__name__}: {error}".split("\nWhole log")[0]}
         found[training]["warnings"] = warnings
         replace_text(path, json.dumps(found))
         print(training, json.dumps(found[training])[:2000], flush=True)

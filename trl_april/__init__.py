@@ -58,13 +58,13 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # a type checker would take it for a promise that there is any name
+if not TYPE_CHECKING:  # a type checker would then accept any attribute name
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(import_module(f".{_MODULE_OF.get(name, 'errors')}", __name__), name)
-        globals()[name] = value  # the next look-up finds it without coming here
+        globals()[name] = value  # later look-ups bypass this function
         return value
 
 

@@ -9,7 +9,7 @@ from . import __version__
 from .errors import AprilError
 
 
-# Each is a module of `trl_april.commands` that parses its own options in `main(argv) -> exit code`.
+# Each command is a module of `trl_april.commands` whose `main(argv)` parses the options and returns the exit code.
 COMMANDS = {
     "grpo": "train a model, with the arguments of TRL's own `trl grpo`",
     "serve": "run a vLLM server that APRILGRPOTrainer can train with",
@@ -20,7 +20,7 @@ COMMANDS = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of the command's name."""
+    """Return the parser of the command's name and `--version`."""
     parser = argparse.ArgumentParser(
         prog="trl-april",
         description="APRIL for TRL: GRPO training that does not wait for its longest completion.",
@@ -34,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code, or 1 after an [`AprilError`] and 130 after Ctrl-C."""
+    """Run a command. Returns its exit code, 1 after an [`AprilError`], or 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     name, rest = build_parser().parse_args(arguments[:1]).command, arguments[1:]
     try:

@@ -1,4 +1,4 @@
-"""The errors of trl_april: one root, each also the standard type that a caller would expect.
+"""The errors of trl_april: one root class, and each error is also the standard exception that a caller would expect.
 
 Messages name the value that was found, the rule it breaks, and the remedy.
 """
@@ -9,15 +9,15 @@ class AprilError(Exception):
 
 
 class ConfigError(AprilError, ValueError):
-    """An option, a dataset, or a combination of both that cannot be trained with."""
+    """An option, a dataset, or a combination of both that training cannot use."""
 
 
 class PoolError(AprilError, RuntimeError):
-    """An illegal transition of the pool, or a broken invariant. The pool is as it was before the call."""
+    """An illegal transition of the pool, or a broken invariant. The call left the pool unchanged."""
 
 
 class EngineError(AprilError, RuntimeError):
-    """The rollout engine refused a request, or its answer is not a valid piece of a rollout."""
+    """The rollout engine refused a request, or its answer is not a valid part of a rollout."""
 
 
 class ServerError(AprilError, ConnectionError):
@@ -29,7 +29,7 @@ class WeightSyncError(AprilError, RuntimeError):
 
 
 class RoundSuspended(AprilError, RuntimeError):
-    """A round was stopped on request, in this process or another one. The tokens that arrived are in the pool."""
+    """A round was stopped on request, in this process or another process. The tokens that arrived are in the pool."""
 
 
 class CheckpointError(AprilError, ValueError):
@@ -41,4 +41,4 @@ class PeerError(AprilError, RuntimeError):
 
 
 class NothingToTrain(AprilError):
-    """Training resumes at its end. Never leaves the trainer."""
+    """The checkpoint to resume from is the end of its training. Handled inside the trainer."""

@@ -1,7 +1,7 @@
 """Addresses for agents: an OpenAI-compatible server in the trainer's process, with a path and a key for each sample.
 
-Invariants: it is reachable from this machine only; a request reaches the sample of its path and key, or none; requests
-of a sample have their turns in sequence. A client that leaves before its answer gets that answer when it asks again.
+Invariants: only this machine can reach the server; a request reaches the sample of its path and key, or none; a
+sample's requests are answered in sequence. A client that disconnected gets its answer when it repeats the request.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class AddressServer:
         app.router.add_get("/{path}/v1/models", self._models)
         app.router.add_get("/{path}/v1/models/{name:.*}", self._models)
         bypass = ",".join(filter(None, (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), LOOPBACK)))
-        os.environ |= {"NO_PROXY": bypass, "no_proxy": bypass}  # which clients of agents read
+        os.environ |= {"NO_PROXY": bypass, "no_proxy": bypass}  # read by the clients of agents
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, LOOPBACK, 0).start()
@@ -86,7 +86,7 @@ class AddressServer:
             raise Refused(404, "There is no such address. The address of a sample ends with the sample.")
         given = request.headers.get("Authorization", "").encode(errors="replace")
         if not hmac.compare_digest(given, f"Bearer {address.api_key}".encode()):
-            raise Refused(401, "The key is not that of this address (engine.api_key).", "invalid_api_key")
+            raise Refused(401, "The API key does not belong to this address; use engine.api_key.", "invalid_api_key")
         return address
 
     async def _models(self, request: web.Request) -> web.Response:

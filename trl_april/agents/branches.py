@@ -21,7 +21,7 @@ class Branch:
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     segments: Sequence[Sequence[Any]]  # version and length
-    shared: int = 0  # first completion tokens, which are those of an earlier branch
+    shared: int = 0  # number of first completion tokens that an earlier branch has, too
 
     def turns(self) -> Iterator[tuple[int, int]]:
         """Start and end of each turn of the model, in completion tokens."""
@@ -76,7 +76,7 @@ def branch_for(group: Group, sample: Sample, asked: list[int], limit: int | None
     new.segment_open = False
     assert new.conversation is not None
     new.conversation.turn_start, new.conversation.turn_limit = len(new), limit
-    # A branch that continues whole keeps its place.
+    # A branch that continues from its end keeps its place.
     is_whole = 0 < kept == len(source.token_ids)
     new.conversation.environment = {
         "branches": [_plain(branch) for branch in branches if branch.token_ids],

@@ -87,5 +87,5 @@ class CommandRollout:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError, PermissionError):
-        if process.returncode is None:  # otherwise its id may be that of another process
+        if process.returncode is None:  # otherwise another process may have its id
             os.killpg(process.pid, signal.SIGKILL)

@@ -178,7 +178,7 @@ class Environments(Restorable):
             self.places[self._name_of(group)].release(self._key(group))
 
     def close(self) -> None:
-        """End the threads of instances in use. Idle instances keep theirs for the next training or evaluation."""
+        """End the threads of instances in use. Idle instances keep their threads for later use."""
         self.user_code.release(occupied.instance for occupied in self._occupied.values())
 
     def _key(self, group: Group) -> tuple[bool, int]:
@@ -240,7 +240,7 @@ class Environments(Restorable):
             occupied.is_new = False
 
     def _reset(self, occupied: Occupied, group: Group) -> tuple[list[Message] | None, list[int]]:
-        """Return the prompt, unless it is the dataset row's, and its token ids."""
+        """Reset an instance. Returns the prompt, unless it is the dataset row's, and its token ids."""
         row = copy.deepcopy(group.row)
         arguments = {key: value for key, value in row.items() if key != "environment" or not self.by_name}
         observation = self._open(occupied, partial(self._in_thread(occupied, "reset"), **arguments))

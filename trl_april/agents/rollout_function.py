@@ -1,7 +1,7 @@
 """User-defined rollouts: a coroutine or function per sample, which generates its turns in sequence.
 
 Invariant: a rollout sees every token of its sample once and in order, however often requests are cut. A checkpoint
-holds no rollout; on resume it starts anew and is given the recorded turns, as long as it asks for the same turns.
+holds no rollout: on resume, it starts over and gets the recorded turns as long as it asks for them.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class ToolCalls:
     def _coroutine(self, tool: Callable[..., Coroutine[Any, Any, Any]], on_late: Callable[[], None]) -> Tool:
         async def in_time(coroutine: Coroutine[Any, Any, Any], arguments: dict[str, Any]) -> Any:
             task = asyncio.ensure_future(noted(coroutine, arguments))
-            await asyncio.wait({task}, timeout=self.timeout)  # `wait_for` waits for coroutines that ignore their end
+            await asyncio.wait({task}, timeout=self.timeout)  # `wait_for` waits for tasks that ignore cancellation
             if not task.done():
                 task.cancel()
                 on_late()

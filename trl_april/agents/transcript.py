@@ -23,10 +23,10 @@ class ChatFormat(Protocol):
     def follow_up(
         self, messages: list[Message], answer: Message, tools: list[Message] | None, *, has_ended: bool
     ) -> list[int]:
-        """Token ids between `answer`, which may lack its end token, and the next answer, with `messages` between."""
+        """Return the token ids from `answer`, which may lack its end token, through `messages` to the next answer."""
 
     def parse(self, token_ids: list[int], prefix: list[int], tools: list[Message] | None) -> Message:
-        """The message of a turn after the ids `prefix`; without `tools`, calls stay in its text."""
+        """Parse the message of a turn after the ids `prefix`; without `tools`, calls stay in its text."""
 
     def has_ended(self, token_ids: list[int]) -> bool:
         """Whether the last token ends a turn."""
@@ -137,7 +137,7 @@ def _longest(turns: list[_Turn], messages: list[Message]) -> tuple[list[_Turn], 
     waiting = [(best[0], turns, messages)]
     while waiting:
         path, later, rest = waiting.pop()
-        # An answer may begin with another answer; the whole of it leaves fewer messages.
+        # An answer may begin with another answer; the longer answer leaves fewer messages.
         if (len(path), -len(rest)) > (len(best[0]), -len(best[1])):
             best = path, rest
         for turn in later:

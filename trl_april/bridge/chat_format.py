@@ -1,6 +1,6 @@
-"""The chat template of a trainer, for conversations that an agent makes.
+"""The chat template of a trainer, for the conversations of agents.
 
-Invariant: it runs in a single thread, on a processing class that the trainer does not use.
+Invariant: the template runs in a single thread, on a processing class that the trainer does not use.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TrainersChatFormat:
             stand_in["tool_calls"] = [{**call, "function": function} for call, function in calls]
         dummy = [{"role": "user", "content": "dummy"}, stand_in]
         text = self._text([*dummy, *messages], tools)
-        # Together, since some tokenizers mark the beginning of a text.
+        # Tokenize the whole text, since some tokenizers mark the beginning of a text.
         start = text.rindex(MARKER) + len(MARKER)
         before, ids = self._ids(text[:start]), self._ids(text)
         if ids[: len(before)] != before:
@@ -62,10 +62,8 @@ class TrainersChatFormat:
         end = next((place for place, token_id in enumerate(rest) if token_id in self._ends), None)
         if end is None:
             if answer.get("tool_calls"):
-                raise ConfigError(
-                    "The chat template ends no turn with an end token of the model after its tool calls."
-                )
-            # The history may end a turn otherwise than the model does (GPT-OSS).
+                raise ConfigError("The chat template writes none of the model's end tokens after tool calls.")
+            # The template may end a past turn differently than the model does (GPT-OSS).
             is_marker = bool(rest) and rest[0] in self._tokenizer.added_tokens_decoder
             return rest[has_ended and is_marker :]
         return rest[end + has_ended :]

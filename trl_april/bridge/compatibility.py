@@ -1,4 +1,4 @@
-"""When APRIL applies, and arguments and subclasses that training cannot use.
+"""Decides whether APRIL applies, and refuses arguments and subclasses that training cannot use.
 
 Invariant: arguments are refused before a model is loaded, with a remedy.
 """
@@ -45,7 +45,7 @@ FIXED = (
 # scales, or transformers refuses the attention.
 LEFT_OUT = {"sdpa": ("attn_logit_softcapping",)}
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo", "gspo")  # gspo is added
-# TRL's methods that decide what is generated for which rows. APRIL does both itself.
+# TRL's methods that choose rows and generate completions. APRIL does both itself.
 REPLACED_METHODS = ("_generate", "_generate_single_turn", "_tool_call_loop", "get_train_dataloader")
 
 
@@ -68,7 +68,7 @@ def names_server(args: GRPOConfig) -> bool:
 
 
 def has_images(train_dataset: Dataset | IterableDataset | None) -> bool | None:
-    """Whether rows may have images, by the dataset's features; `None` if only a row itself tells."""
+    """Whether rows may have images, by the dataset's features; `None` if only the rows can tell."""
     if not isinstance(train_dataset, (Dataset, IterableDataset)):
         return False
     features, is_stream = train_dataset.features or {}, isinstance(train_dataset, IterableDataset)
@@ -102,13 +102,13 @@ def without_effect(args: GRPOConfig) -> str:
 
 
 def ignored_overrides(trainer_class: type[GRPOTrainer], april_class: type[GRPOTrainer]) -> list[str]:
-    """Methods that a subclass or mixin of `april_class` overrides without an effect on training."""
+    """Return the methods that a subclass or mixin of `april_class` overrides without an effect on training."""
     foreign = [cls for cls in trainer_class.__mro__ if cls is not april_class and cls not in GRPOTrainer.__mro__]
     return [name for name in REPLACED_METHODS if any(name in vars(cls) for cls in foreign)]
 
 
 def check_processes(args: GRPOConfig) -> None:
-    """Raise [`ConfigError`] if each launched process would train by itself, and send its weights to the one server."""
+    """Raise [`ConfigError`] if each launched process would train alone, and send its weights to the same server."""
     # A launcher sets both variables; a cluster may set WORLD_SIZE alone.
     launched = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
     if args.world_size != launched:
@@ -120,7 +120,7 @@ def check_processes(args: GRPOConfig) -> None:
 
 
 def check_dataset(train_dataset: Dataset | IterableDataset | None, groups_per_round: int) -> None:
-    """Raise [`ConfigError`] if the dataset has fewer rows than a generation batch needs, or a format without rows."""
+    """Raise [`ConfigError`] if the dataset has fewer rows than a generation batch, or a format that yields no rows."""
     if not isinstance(train_dataset, Dataset):
         return  # TRL refuses it, or it is a stream
     if len(train_dataset) < groups_per_round:
@@ -131,7 +131,7 @@ def check_dataset(train_dataset: Dataset | IterableDataset | None, groups_per_ro
         )
     if (kind := train_dataset.format["type"]) in ("arrow", "polars"):
         raise ConfigError(
-            f"The training dataset has the format {kind!r}, of which TRL's data loader takes no rows. Pass "
+            f"The training dataset has the format {kind!r}, which TRL's data loader cannot read. Pass "
             "dataset.with_format(None)."
         )
 
@@ -152,7 +152,7 @@ def check_row(row: Mapping[str, Any], *, needs_prompt: bool, acts: bool) -> None
 
 
 def check_model(model: torch.nn.Module) -> None:
-    """Raise [`ConfigError`] if the weights are quantized and have no adapter, or it cannot be merged into them."""
+    """Raise [`ConfigError`] if quantized weights have no adapter, or an adapter cannot be merged into the weights."""
     if is_quantized(model) and not is_peft_model(model):
         raise ConfigError(
             "The model is loaded in 4 or 8 bit, and a running vLLM server cannot load packed weights. Train a LoRA "
@@ -167,16 +167,16 @@ def check_model(model: torch.nn.Module) -> None:
 
 
 def option_left_out(config: PreTrainedConfig, attention: str) -> str | None:
-    """The option of a model that an attention leaves out, if any."""
+    """Return the model option that an attention omits, if any."""
     names = LEFT_OUT.get(attention, ())
     return next((name for name in names if getattr(config.get_text_config(), name, None) is not None), None)
 
 
 def compare_with_server(model: torch.nn.Module, *, disable_dropout: bool) -> None:
-    """Warn of an attention and of dropout by which a trained model differs from the server.
+    """Warn about an attention or dropout that makes the trained model differ from the server.
 
-    With `disable_dropout`, all dropout is set to 0. TRL's option reaches `nn.Dropout` only, and Seed-OSS, OPT, Llama
-    and many others drop by a number.
+    With `disable_dropout`, all dropout is set to 0. TRL's option only affects `nn.Dropout`, but Seed-OSS, OPT, Llama
+    and many others have a rate in an attribute.
     """
     attention = str(model.config.get_text_config()._attn_implementation)
     if (name := option_left_out(model.config, attention)) is not None:
@@ -228,7 +228,7 @@ def check_arguments(
     if args.vllm_enable_sleep_mode:
         raise ConfigError(
             "vllm_enable_sleep_mode is True, but the server of partial rollouts cannot sleep: it generates while the "
-            "trainer trains, or keeps what resumed samples continue on. Leave it out. If trainer and server share a "
+            "trainer trains, or keeps the KV cache for resumed samples. Leave it out. If trainer and server share a "
             "GPU, lower vllm_gpu_memory_utilization, or set optim='adamw_8bit' or peft_config."
         )
     defaults = GRPOConfig.__dataclass_fields__
@@ -264,7 +264,7 @@ def end_tokens(trainer: GRPOTrainer) -> list[int]:
 
 
 def fixed_options(trainer: GRPOTrainer) -> dict[str, Any]:
-    """Current values of the options that must not change while samples are in flight, by place."""
+    """Return the current values of the options that must not change while samples are in flight, by name."""
     owners = [("trainer", trainer, FIXED), ("trainer.args", trainer.args, FIXED)]
     owners += [("trainer.vllm_generation", trainer.vllm_generation, SAMPLING), ("trainer", trainer, ("rollout_func",))]
     values = {f"{place}.{name}": getattr(owner, name) for place, owner, names in owners for name in names}
@@ -326,7 +326,7 @@ class RequestedBatch:
         self._requested, self._is_answered = _fingerprint(rows) if rows else None, False
 
     def answer(self, rows: Sequence[dict[str, Any]]) -> None:
-        """A batch is generated for these rows. Raises [`ConfigError`] if it is not the requested batch."""
+        """Check the rows that a batch is generated for. Raises [`ConfigError`] if they are not the requested rows."""
         if self._requested is None:
             return
         if self._is_answered:

@@ -1,7 +1,7 @@
-"""Construction of TRL's trainer: its arguments, and the server, which starts before it and is connected after it.
+"""Construction of TRL's trainer: its arguments, and the server, which is started before it and connected after it.
 
-TRL would connect to vLLM by itself, and has no factory for the connection. Its name for GSPO (arXiv 2507.18071,
-equation 7: an importance ratio per sequence) is the `grpo` aggregation with sequence-level importance sampling.
+TRL would connect to vLLM by itself, and has no factory for the connection. In TRL, GSPO (arXiv 2507.18071, equation 7:
+an importance ratio per sequence) is the `grpo` aggregation with sequence-level importance sampling.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from .compatibility import names_server, option_left_out
 
 logger = get_logger(__name__)
 
-# Section 5.1 of the paper on GSPO.
+# Section 5.1 of the GSPO paper.
 GSPO_EPSILON, GSPO_EPSILON_HIGH = 3e-4, 4e-4
 
 # For the model card.
@@ -75,7 +75,7 @@ def gspo_options(args: GRPOConfig) -> dict[str, Any]:
 
 
 def trl_options(args: GRPOConfig, *, april_enabled: bool) -> dict[str, Any]:
-    """Values for TRL of the options that [`APRILGRPOConfig`] leaves open: without APRIL, TRL's own defaults."""
+    """Return values for the options that [`APRILGRPOConfig`] leaves `None`; without APRIL, TRL's defaults."""
     is_server, mode = names_server(args), GRPOConfig.vllm_importance_sampling_mode
     values = {
         "use_vllm": april_enabled or is_server,
@@ -86,7 +86,7 @@ def trl_options(args: GRPOConfig, *, april_enabled: bool) -> dict[str, Any]:
 
 
 def model_and_arguments(model: Any, args: GRPOConfig | None) -> tuple[Any, GRPOConfig]:
-    """The model with a path as text, and the configuration or, if it is `None`, TRL's default for the model.
+    """Return the model (a path as text), and the configuration or, if it is `None`, TRL's default for the model.
 
     Raises [`ConfigError`] for the folder of an adapter, which TRL does not load.
     """
@@ -109,7 +109,7 @@ def model_and_arguments(model: Any, args: GRPOConfig | None) -> tuple[Any, GRPOC
 def arguments_for_trl(
     args: GRPOConfig, model: Any, *, april_enabled: bool, server: EmbeddedServer | None = None
 ) -> Iterator[None]:
-    """Change `args` while TRL's constructor runs: its name of the loss; with APRIL no vLLM, and another attention.
+    """Change `args` while TRL's constructor runs: TRL's name of the loss; with APRIL, no vLLM, and another attention.
 
     Saved configs keep the user's values. After an error `server` is stopped, since the traceback keeps the trainer.
     """
@@ -121,7 +121,7 @@ def arguments_for_trl(
         if (attention := attention_of(args, model)) is not None:
             changes["model_init_kwargs"] = {**(args.model_init_kwargs or {}), "attn_implementation": attention}
     elif args.vllm_server_base_url is not None:
-        changes["vllm_server_base_url"] = server_addresses(args.vllm_server_base_url)[0]  # all that TRL knows
+        changes["vllm_server_base_url"] = server_addresses(args.vllm_server_base_url)[0]  # TRL takes a single address
     if server is not None and server.devices.gpus and not server.devices.shared and args.world_size == 1:
         loading = changes.get("model_init_kwargs", args.model_init_kwargs) or {}
         changes["model_init_kwargs"] = {"device_map": {"": args.device.index or 0}, **loading}
@@ -160,7 +160,7 @@ def start_server(
     On GPUs that the trainer uses too, all processes wait until the server is ready: while vLLM measures how much
     memory the KV cache can have, it counts the allocations of other processes as its own.
 
-    The server stops when its last trainer is collected. Returns `None` in all processes but the first.
+    The server stops when its last trainer is garbage-collected. Returns `None` in all processes but the first.
     """
     if names_server(args):
         return None
@@ -191,7 +191,7 @@ def needs_server(args: GRPOConfig) -> bool:
 
 
 def embedded_server(args: GRPOConfig, model: Any, processing_class: Any, peft_config: Any = None) -> EmbeddedServer:
-    """The server for `model` in the trainer's precision, on GPUs that its processes do not use, or else shared."""
+    """The server for `model` in the trainer's precision, on GPUs that the trainer does not use, or else shared."""
     gpus, variables = visible_gpus() if args.device.type == "cuda" else ([], [])
     used = max(args.n_gpu, args.world_size)
     devices = choose_devices(gpus, used, args.vllm_tensor_parallel_size)
@@ -243,7 +243,7 @@ def dtype_of(args: GRPOConfig, model: str) -> str:
 
 
 def attention_of(args: GRPOConfig, model: Any) -> str | None:
-    """The attention to load a model with, if the user named none and transformers' own leaves an option out."""
+    """The attention to load a model with, if the user named none and transformers' default omits an option."""
     named = (args.model_init_kwargs or {}).get("attn_implementation")
     if not isinstance(model, str) or named is not None:
         return None
@@ -322,7 +322,7 @@ def connect_server(
 
 
 def attach_server(trainer: GRPOTrainer) -> None:
-    """Give a trainer that was constructed without vLLM its connection, also to its own server."""
+    """Connect a trainer that was constructed without vLLM to its server, embedded or given."""
     trainer.use_vllm, trainer.vllm_mode, trainer._last_loaded_step = True, "server", -1
     trainer.vllm_generation = connect_server(
         trainer.args,
@@ -365,7 +365,7 @@ def check_memory(trainer: GRPOTrainer) -> None:
 def model_card(
     trainer_class: type[GRPOTrainer], april_class: type[GRPOTrainer], *, april_enabled: bool
 ) -> dict[str, Any]:
-    """Attributes of the model card: it cites APRIL and the method that it is used with, or not APRIL at all."""
+    """Attributes of the model card, which cites the method and, if it is enabled, APRIL."""
     other = super(april_class, trainer_class)  # GRPOTrainer, or another trainer that a subclass mixes in
     if not april_enabled:
         names = ("_tag_names", "_name", "_paper")
@@ -380,7 +380,7 @@ def model_card(
 
 
 def api_key() -> str | None:
-    """Key of the server, in the variable that vLLM itself reads."""
+    """API key of the server, from the environment variable that vLLM itself reads."""
     return os.environ.get("VLLM_API_KEY")
 
 

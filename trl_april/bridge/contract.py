@@ -1,7 +1,7 @@
 """Checks of `contract.toml`, the list of TRL's and transformers' internals that this package relies on.
 
 `python -m trl_april.bridge.contract` prints a sentence for each entry that the installed TRL does not fulfill, with
-the files to adapt. Of the package, only this room and `trainer.py` use internals of a trainer.
+the files to adapt. In this package, only this room and `trainer.py` use internals of a trainer.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _resolve(path: str) -> Any:
 
 
 def _has(owner: Any, name: str) -> bool:
-    """Whether a module, a class or its instances have a name."""
+    """Whether a module, a class or its instances have an attribute with this name."""
     if owner is None or hasattr(owner, name):
         return owner is not None
     assigned = re.compile(rf"\bself\.{name}\b(?:: [^=\n]+|, [^=\n]+)? = ")

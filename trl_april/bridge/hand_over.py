@@ -20,7 +20,7 @@ from ..training.batch import loss_mask
 
 @contextmanager
 def replaced(trainer: object, **attributes: Any) -> Iterator[None]:
-    """Set attributes of a trainer for the length of a block. A method of its class is found again afterwards."""
+    """Set attributes of a trainer for the length of a block. A replaced method of its class is restored afterwards."""
     before = {name: vars(trainer)[name] for name in attributes if name in vars(trainer)}
     vars(trainer).update(attributes)
     try:
@@ -32,7 +32,7 @@ def replaced(trainer: object, **attributes: Any) -> Iterator[None]:
 
 
 class HandOver:
-    """Finished groups, which TRL takes instead of generating. The object is TRL's `rollout_func` meanwhile.
+    """Finished groups, which TRL takes instead of generating. During the hand-over, it is TRL's `rollout_func`.
 
     `factories` make the trainer's environments, and `environments` are the instances that reward functions get.
     Tokens of policy versions before `mask_below` are left out of the loss.
@@ -51,16 +51,16 @@ class HandOver:
 
     @contextmanager
     def given_to(self, trainer: GRPOTrainer, **attributes: Any) -> Iterator[None]:
-        """Let a trainer take the batch in this context, in which it has these attributes too.
+        """Let a trainer take the batch in this context, with these attributes set.
 
-        Environments are hidden until TRL asks for the completions, since it would reset them before.
+        Environments are hidden until TRL asks for the completions, since it would reset them first.
         """
         hidden = {"environments": None, "environment_factories": None}
         with replaced(trainer, _april_hand_over=self, rollout_func=self, **hidden, **attributes):
             yield
 
     def __call__(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, list[list[Any]]]:
-        """The batch in the form of TRL's `rollout_func`; with tools, what their loop starts with."""
+        """The batch in the form of TRL's `rollout_func`; with tools, only the turns that the tool loop starts with."""
         if self._factories is not None:  # TRL renders prompts with images with the tools of their environments
             names = [group.row.get("environment") for group in self._groups for _ in group.samples]
             trainer.environment_factories = self._factories
@@ -70,9 +70,9 @@ class HandOver:
         return first_turns(self._output, self._groups) if trainer.tools else self._output
 
     def generate(self, generate: Callable[[list[Any]], tuple[Any, ...]], prompts: list[Any]) -> tuple[Any, ...]:
-        """TRL's `_generate`, with the images that it drops and without stale tokens in the mask of the loss.
+        """Call TRL's `_generate`, add the images that it drops, and remove stale tokens from the loss mask.
 
-        The mask is applied here so that TRL logs whole lengths.
+        The mask is applied here so that TRL logs full lengths.
         """
         prompt_ids, completion_ids, mask, *rest = returning_images(generate)(prompts)
         if self._mask_below is not None:

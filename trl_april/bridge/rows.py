@@ -1,7 +1,7 @@
 """From the rows of TRL's trainer to requests: datasets, prompts, sampling options and limits.
 
-Invariant: threads use their own tokenizer. A tokenizer that another thread truncates or pads meanwhile renders other
-tokens, without an error.
+Invariant: threads use their own tokenizer. If another thread changes a tokenizer's truncation or padding meanwhile, it
+silently renders other tokens.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ def training_rows(trainer: GRPOTrainer) -> TrainingRows:
 def tokenize_prompts(
     trainer: GRPOTrainer, turns: ToolTurns | RolloutTurns | None
 ) -> Callable[[list[Row]], list[list[int]]]:
-    """By TRL's method, or no ids where an environment or a rollout function makes the prompt."""
+    """Return TRL's tokenization of rows; it yields no ids if an environment or a rollout function makes the prompt."""
     if trainer.environment_factories is None and not isinstance(turns, RolloutTurns):
         return lambda rows: trainer._tokenize_prompts([prompt_of(row) for row in rows])[0]
     return lambda rows: [[] for _ in rows]
 
 
 def begun(prompt_ids: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Prompts with a first token where they are empty, since a vLLM server refuses no tokens.
+    """Add a first token to empty prompts, since a vLLM server refuses empty prompts.
 
-    As in transformers it is BOS. A model without BOS was trained on texts that follow EOS.
+    The token is BOS, as in transformers, or else EOS: a model without BOS was trained on texts that follow EOS.
     """
     first = next((id for id in (tokenizer.bos_token_id, tokenizer.eos_token_id) if id is not None), None)
     if first is None and not all(prompt_ids):
@@ -86,14 +86,14 @@ def begun(prompt_ids: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -
 
 
 def sampling(trainer: GRPOTrainer) -> SamplingOptions:
-    """The options of completions from now on.
+    """Return the current sampling options.
 
-    They end with the end tokens of now, which the model or the tokenizer may have got since the trainer was made.
+    End tokens are read again, since the model or the tokenizer may have changed since the trainer was constructed.
     """
     trainer.eos_token_ids = compatibility.end_tokens(trainer)
     kwargs, tokenizer = trainer.args.generation_kwargs or {}, trainer._tokenizer
     if kwargs.get("stop"):
-        tokenizer = copy.deepcopy(tokenizer)  # the event loop's own
+        tokenizer = copy.deepcopy(tokenizer)  # a copy for the event loop
     skips = kwargs.get("skip_special_tokens", True)
     decode = partial(tokenizer.decode, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
     server = trainer.vllm_generation  # its options may differ in an evaluation
@@ -108,7 +108,7 @@ def budget_of(trainer: GRPOTrainer, sampling: SamplingOptions) -> Budget:
 
 
 def check_evaluation_rows(trainer: GRPOTrainer, turns: ToolTurns | RolloutTurns | None, budget: Budget) -> None:
-    """Check the longest prompts of the datasets that will be evaluated during training, before it."""
+    """Check, before training, the longest prompts of all datasets that will be evaluated during training."""
     if trainer.args.eval_strategy == IntervalStrategy.NO or trainer.args.process_index > 0:
         return
     given = trainer.eval_dataset

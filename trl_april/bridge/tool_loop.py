@@ -1,6 +1,6 @@
 """TRL's tool loop, turn by turn and sample by sample.
 
-Invariant: it runs in threads, on a view of the trainer with its own processing class.
+Invariant: the loop runs in threads, on a view of the trainer with its own processing class.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class ToolLoop:
 def tool_turns(
     trainer: GRPOTrainer, options: AprilOptions, rollout: Rollout | str | None = None, *, evaluates: bool = False
 ) -> ToolTurns | RolloutTurns | None:
-    """What follows a turn of the model: `rollout`, or the trainer's own tool loop, or nothing if it has no tools."""
+    """Return the step after each turn of the model: `rollout`, the trainer's tool loop, or `None` without tools."""
     if rollout is None and not trainer.tools and trainer.environment_factories is None:
         return None
     calls = ToolCalls(trainer._april_user_code, options.tool_timeout)
@@ -117,7 +117,7 @@ def tool_turns(
 
 
 def _sampling(trainer: GRPOTrainer) -> dict[str, Any]:
-    """The options of sampling that requests to an address may repeat."""
+    """Return the sampling options that requests to an address may repeat."""
     server = trainer.vllm_generation  # its options may differ in an evaluation
     given = {name: getattr(server, name) for name in SAMPLING} | (trainer.args.generation_kwargs or {})
     stop = given.get("stop") or []
@@ -127,7 +127,7 @@ def _sampling(trainer: GRPOTrainer) -> dict[str, Any]:
 def _environments(
     trainer: GRPOTrainer, options: AprilOptions, loop: ToolLoop, calls: ToolCalls, *, evaluates: bool
 ) -> Environments:
-    """The environments of the trainer's factories. An evaluation during training shares the instances."""
+    """The environments of the trainer's factories. An evaluation during training shares the instances of training."""
     args = trainer.args
     use_threads_of_environments(trainer)
     if not evaluates or trainer._april_session is None:
@@ -151,7 +151,7 @@ def _environments(
 
 
 def groups_finish_beside_evaluations(trainer: GRPOTrainer) -> bool:
-    """Whether groups of training finish and give their environments back during an evaluation. A collective call."""
+    """Whether training groups finish and release their environments during an evaluation. A collective call."""
     options, servers = trainer._april_options, trainer.vllm_generation.servers
     keeps = trainer._april_processes.decide(lambda: servers.keeps_requests)  # known to the first process alone
     has_models = any(isinstance(function, torch.nn.Module) for function in trainer.reward_funcs)

@@ -1,4 +1,4 @@
-"""The training pass of TRL's trainer in the forms that `training/` has for it, as far as model and arguments allow."""
+"""Applies the forward passes and micro-batches of `training/` to a trainer, as far as model and arguments allow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCORING_TO_LOSS = (
 def can_correct(trainer_class: type[GRPOTrainer], april_class: type[GRPOTrainer], args: GRPOConfig) -> bool:
     """Whether the training forward pass has the log-probabilities that the correction of its batch needs.
 
-    It has if the weights do not change between scoring a batch and its last use: TRL's own condition for training
+    It has them if the weights do not change between scoring a batch and its last use: TRL's own condition for training
     without `old_per_token_logps`.
     """
     is_one_step = args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) == 0
@@ -32,7 +32,7 @@ def can_correct(trainer_class: type[GRPOTrainer], april_class: type[GRPOTrainer]
 
 
 def inherits(trainer_class: type[GRPOTrainer], april_class: type[GRPOTrainer], methods: Sequence[str]) -> bool:
-    """Whether a class has these methods from `april_class`."""
+    """Whether a class inherits these methods from `april_class`."""
     return all(getattr(trainer_class, name) is getattr(april_class, name) for name in methods)
 
 
@@ -49,7 +49,7 @@ def rows_in_blocks(trainer: GRPOTrainer) -> AbstractContextManager[None]:
 def forward_pass(
     trainer: GRPOTrainer, per_token: Callable[..., PerToken], inputs: Mapping[str, Any]
 ) -> Callable[..., PerToken]:
-    """TRL's `per_token` with each row as if it were alone and without padding, as images and the model allow."""
+    """TRL's `per_token`, computing each row as if alone and without padding, as images and the model allow."""
     if not trainer.april_enabled or depends_on_width(trainer.model.config):
         return per_token
     per_token = with_positions(per_token)
@@ -70,9 +70,9 @@ def micro_batches(trainer: GRPOTrainer, april_class: type[GRPOTrainer]) -> list[
 
 
 def sees_images(batch: Mapping[str, Any]) -> bool:
-    """Whether a batch, or the arguments of its forward pass, has tensors that are not by sample and token.
+    """Whether a batch, or the arguments of its forward pass, has tensors that are not indexed by sample and token.
 
-    Where the model has sampled an image token, TRL removes all images and leaves the types of tokens.
+    If the model has sampled an image token, TRL removes all images but keeps the types of tokens.
     """
     return any(batch.get(name) is not None for name in ("num_images", "token_type_ids", "mm_token_type_ids"))
 
@@ -80,7 +80,7 @@ def sees_images(batch: Mapping[str, Any]) -> bool:
 def can_be_regrouped(trainer: GRPOTrainer, april_class: type[GRPOTrainer]) -> bool:
     """Whether the gradient of an optimizer step does not depend on which micro-batch a sample is in.
 
-    It depends where TRL takes a mean or a quantile over a micro-batch, and may where a subclass has its own loss.
+    It does depend if TRL takes a mean or a quantile over a micro-batch, and may if a subclass has its own loss.
     """
     return (
         inherits(type(trainer), april_class, ("_compute_loss", "compute_loss"))

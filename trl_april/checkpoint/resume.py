@@ -1,7 +1,7 @@
 """The checkpoints of a training run: where it resumes from, and where it saves.
 
-Invariant: a save never leaves less to resume from than before. A folder that is rewritten is no checkpoint until it is
-complete again. A complete checkpoint of the current step gets only the newer rollouts.
+Invariant: a save never leaves less to resume from than before. A folder that is being rewritten does not count as a
+checkpoint until it is complete. In a complete checkpoint of the current step, only the rollouts are replaced.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class RunCheckpoints:
     def save(
         self, step: int, trial: Any, *, rollouts: Callable[[Path], None] | None, everything: Callable[[], None]
     ) -> None:
-        """Write a checkpoint: rollouts first, since the file that completes a checkpoint comes last.
+        """Write a checkpoint: rollouts first, since the trainer's state completes a checkpoint.
 
         `rollouts` writes the rollouts, and `everything` all other files, unless a complete checkpoint has them.
         """
@@ -144,7 +144,7 @@ def resume_point(value: str | bool | None, output_dir: str) -> str | bool | None
 
 
 def account_of(groups: Sequence[Group], before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Describe the groups restored from a checkpoint, and the settings that differ from the settings `before`."""
+    """Describe the groups restored from a checkpoint, and the settings that changed since `before`."""
     samples = [sample for group in groups for sample in group.samples]
     finished = sum(sample.state is SampleState.FINISHED for sample in samples)
     text = (

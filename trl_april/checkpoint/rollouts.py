@@ -6,8 +6,8 @@ checkpoint-12/april/pool-3f9c21d07b5e-00000-of-00002.safetensors  token ids, log
 checkpoint-12/april/pool-3f9c21d07b5e-00001-of-00002.safetensors
 ```
 
-Invariant: a checkpoint is complete or absent. The index is written once all files are on the disk. The content that is
-read equals the content that was written, or an error names the file. No pickle.
+Invariant: a checkpoint is complete or absent. The index is written once all files are on the disk. Reading returns
+exactly the written content, or raises an error that names the file. No pickle.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def save_rollouts(
 ) -> None:
     """Write the rollouts of all processes into a checkpoint. A collective call.
 
-    `rollouts` has the pool of this process alone; all else is the same in every process, and `save_id` is new for
-    every save. If a row of a stream cannot be written, a warning names its column, and the checkpoint gets no
+    `rollouts` has only the pool of this process; all other fields are the same in every process, and `save_id` is new
+    for every save. If a row of a stream cannot be written, a warning names its column, and the checkpoint gets no
     rollouts.
     """
     folder = checkpoint / FOLDER
@@ -92,7 +92,7 @@ def save_rollouts(
         index |= {"source": rollouts.source, "settings": rollouts.settings}
         index["digest"] = _digest_of_index(index)
         _write(folder / INDEX, lambda path: path.write_text(json.dumps(index, indent=1)))
-        # Files of earlier saves, of the same step or of a killed run, but no files of others.
+        # Remove files of earlier saves, of this step or of a killed run, but no files of other programs.
         current = {INDEX, *(_file_name(save_id, rank, processes.count) for rank in range(processes.count))}
         for left in set(os.listdir(folder)) - current:
             if left == UNFINISHED or re.fullmatch(r"pool-.*\.safetensors|\..*\.tmp", left):
@@ -138,7 +138,7 @@ def _file_name(save_id: str, rank: int, processes: int) -> str:
 
 
 def _write(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file, which gets its name once all of it is on the disk."""
+    """Write a file atomically: it gets its name once all of it is on the disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)
@@ -165,7 +165,7 @@ def _save_pool(path: Path, name: str, state: dict[str, Any]) -> None:
 
 
 def _digest(file_name: str, tensors: dict[str, np.ndarray]) -> str:
-    # With the name, so that a file of another save or process is noticed.
+    # The digest covers the name, to detect a file of another save or process.
     digest = hashlib.blake2b(file_name.encode(), digest_size=16)
     for name in sorted(tensors):
         digest.update(f"{name} {tensors[name].dtype.str} {tensors[name].shape} ".encode())
@@ -191,7 +191,7 @@ def _reading(path: Path, *, missing: str = "") -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing. {missing}{remedy}") from None
-    except Exception as error:  # the libraries raise many kinds for a damaged file, with messages of any length
+    except Exception as error:  # for a damaged file, libraries raise many kinds, with messages of any length
         raise CheckpointError(f"{path} cannot be used: {str(error)[:300]}. {remedy}") from error
 
 

@@ -1,4 +1,4 @@
-"""Commands of `trl-april`, a module for each, and checks of their arguments."""
+"""Commands of `trl-april`, each in a module, and checks of their arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..errors import ConfigError
 
 
 def command_parser(name: str, usage: str, description: str) -> argparse.ArgumentParser:
-    """The parser of a command, without options. Abbreviated options are refused: they may be vLLM's."""
+    """The parser of a command, without options. Abbreviated options are refused, since they may belong to vLLM."""
     return argparse.ArgumentParser(
         prog=f"trl-april {name}",
         usage=f"trl-april {name} {usage}",
@@ -22,7 +22,7 @@ def command_parser(name: str, usage: str, description: str) -> argparse.Argument
 
 
 def check_plots(user: str) -> None:
-    """Raise [`ConfigError`], which names the `user`, unless jinja2 and matplotlib are installed."""
+    """Raise a [`ConfigError`] that names the `user` unless jinja2 and matplotlib are installed."""
     missing = [name for name in ("jinja2", "matplotlib") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -32,10 +32,10 @@ def check_plots(user: str) -> None:
 
 
 def check_file(option: str, path: str | Path) -> None:
-    """Raise [`ConfigError`], which names `option`, unless the file can be written. It is left unchanged."""
+    """Raise a [`ConfigError`] that names `option` unless the file can be written. The file is left unchanged."""
     existed = os.path.exists(path)
     try:
-        open(path, "ab").close()  # permissions do not tell about a read-only file system, nor anything to root
+        open(path, "ab").close()  # permission bits miss read-only file systems, and mean nothing for root
         if not existed:
             os.unlink(path)
     except OSError as error:

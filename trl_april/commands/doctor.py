@@ -1,7 +1,7 @@
 """`trl-april doctor`: check this environment and a vLLM server.
 
 Every check ends with a finding, even if it raises an error. The checks change nothing on the server and abort only
-their requests. Libraries that may be broken are imported by the check that needs them.
+their own requests. Libraries that may be broken are imported by the check that needs them.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class ServerChecks:
         return Finding(Mark.OK, f"{self.base_url} serves {self.name!r}")
 
     def check_configuration(self) -> Finding:
-        """Check flags that training can do without, but not as well."""
+        """Check flags that training does not require, but benefits from."""
         from ..server.check import max_sequences, server_info
 
         self.info = server_info(self.session, self.base_url)
@@ -336,7 +336,7 @@ class ServerChecks:
 
 
 async def receive(engine: RolloutEngine, max_tokens: int, *, abort_after: int | None = None) -> list[Chunk]:
-    """The chunks of a request whose prompt is not in the prefix cache, aborted after so many tokens."""
+    """Return the chunks of a request with a prompt that is not in the prefix cache, aborted after so many tokens."""
     name, chunks = f"doctor-{uuid.uuid4().hex}", list[Chunk]()
     prompt = random.choices(range(8), k=PROMPT_TOKENS)  # ids in every vocabulary
     request = GenerationRequest(name, prompt, generated=0, max_tokens=max_tokens, cache_salt=name)

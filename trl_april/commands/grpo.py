@@ -92,13 +92,13 @@ def pick_split(splits: Mapping[str, Any], script: ScriptArguments, argument: str
 
 
 def contains_answer(completions: list, answer: list, **kwargs) -> list[float]:
-    """1.0 if the completion contains the answer, else 0.0: a start, to be replaced by a rule of the task."""
+    """Return 1.0 if the completion contains the answer, else 0.0: a start, to be replaced by a rule for the task."""
     texts = [completion if isinstance(completion, str) else completion[0]["content"] for completion in completions]
     return [float(str(right) in text) for text, right in zip(texts, answer, strict=True)]
 
 
 def find_rewards(script: ScriptArguments, config: APRILGRPOConfig) -> list[Any]:
-    """The reward model, if any, and the reward functions: those of `REWARDS`, and a user's `module:function`."""
+    """Return the reward model, if any, and the reward functions, from `REWARDS` or a user's `module:function`."""
     length, cache = config.max_completion_length, script.soft_punish_cache
     known = {name: getattr(trl.rewards, name) for name in TRL_REWARDS} | {"contains_answer": contains_answer}
     if length is not None:
@@ -123,7 +123,7 @@ def find_rewards(script: ScriptArguments, config: APRILGRPOConfig) -> list[Any]:
 
 
 def make_parser(argv: list[str]) -> TrlParser:
-    """TRL's parser with the options of APRIL, whose defaults are those of the recipe in the arguments, if any."""
+    """Return TRL's parser with APRIL's options. If the arguments name a recipe, it sets the defaults."""
     parser = TrlParser((ScriptArguments, APRILGRPOConfig, ModelConfig, DatasetMixtureConfig), prog="trl-april grpo")
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--recipe")
@@ -136,7 +136,7 @@ def make_parser(argv: list[str]) -> TrlParser:
 
 
 def launch_options(words: list[str]) -> list[str]:
-    """Words that the training does not know, as options of `accelerate launch`; raises [`ConfigError`] for others."""
+    """Return the arguments as options of `accelerate launch`. Raises [`ConfigError`] for any other word."""
     known = {"--accelerate_config", *launch_command_parser()._option_string_actions}
     unknown = [word for word in words if word.startswith("-") and word not in known]
     if unknown or (words and not words[0].startswith("-")):
@@ -150,16 +150,16 @@ def launch_options(words: list[str]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train, with these arguments or the arguments of the process; returns the exit code.
+    """Train with these arguments, or with the arguments of the process. Returns the exit code.
 
-    With options of `accelerate launch` among them, several processes are started that train.
+    If options of `accelerate launch` are among them, training runs in the processes that it launches.
     """
     argv = sys.argv[1:] if argv is None else argv
     script, config, model, mixture, of_file, of_command_line = make_parser(argv).parse_args_and_config(
         argv, return_remaining_strings=True, separate_remaining_strings=True
     )
     options = launch_options(of_file + of_command_line)
-    if options and "ACCELERATE_MIXED_PRECISION" not in os.environ:  # which `accelerate launch` sets
+    if options and "ACCELERATE_MIXED_PRECISION" not in os.environ:  # set by `accelerate launch`
         left = list(of_command_line)
         rest = [word for word in argv if not (left and word == left[0] and left.pop(0))]
         launch_command(launch_command_parser().parse_args([*options, "--module", "trl_april.commands.grpo", *rest]))

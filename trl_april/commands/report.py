@@ -86,7 +86,7 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """Names of runs: their paths below the folder that they have in common."""
+    """Return the names of runs: their paths below their common folder."""
     whole = [path.resolve() for path in paths]
     common = os.path.commonpath([path.parent for path in whole])
     return [printable(str(path.relative_to(common))) for path in whole]

@@ -42,7 +42,7 @@ NAME_LENGTH = 36  # characters of a run's name
 def draw_in_flight(
     axes: Axes, run: Run, *, begin: float = 0.0, end: float | None = None, color: str = COLORS[1]
 ) -> None:
-    """Draw the requests in flight of a run with times. Between two rounds, while the trainer works, it is grey.
+    """Draw the requests in flight of a run over time, in gray between two rounds, while the trainer works.
 
     `begin` and `end` are seconds since training started. By default, the whole run is shown.
     """

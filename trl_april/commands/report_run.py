@@ -1,6 +1,6 @@
 """Read a training run from its folder.
 
-Folders are only read. A line that a crash has cut becomes a note. Standard library only.
+Folders are only read. A line that a crash truncated becomes a note. Standard library only.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Run:
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """Read a training run from its `output_dir`, or up to a checkpoint in it. It has at least 1 round.
+    """Read a training run from its `output_dir`, or up to a checkpoint in it. A run has at least 1 round.
 
     Raises [`ConfigError`] for a folder without a log of rounds.
     """
@@ -141,7 +141,7 @@ def _start(run: Run, entry: Mapping[str, Any]) -> int:
 def _round(entry: Mapping[str, Any], offset: float) -> RunRound:
     fields: dict[str, Any] = {name: entry[name] for name in ("version", "due_seconds", "abort_seconds")}
     spans = ("sync", "generation", "scoring", "reward_calls")
-    # A phase is missing if it did not take place, as the sync of a second round under the same weights.
+    # A phase is missing if it did not take place, such as the sync of a second round under the same weights.
     fields |= zip(spans, _intervals([entry.get(name, (0.0, 0.0)) for name in spans], offset), strict=True)
     for name in ("trained_lengths", "launched_lengths", "ages"):
         fields[name] = {int(number): count for number, count in entry[name].items()}

@@ -76,7 +76,7 @@ def rows(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
 
 
 def advice(figures: Summary, options: Mapping[str, Any]) -> list[str]:
-    """What to change in a run with these figures and options, or why nothing."""
+    """Return advice on what to change in a run with these figures and options, or why nothing needs to change."""
     if figures["rounds"] < FEW_ROUNDS:
         return [f"{figures['rounds']} of {FEW_ROUNDS} rounds: too few for advice."]
     nothing = "Nothing to change: the engine was busy, and the trained tokens were recent enough."

@@ -35,7 +35,7 @@ throughput, bubble, staleness and carried share for a grid of modes and factors,
 
 {inspect.cleandoc(Mode.__doc__ or "")}
 """
-# Rounds of warm-up and measured rounds. Large batches need fewer, and would take minutes.
+# Rounds of warm-up and measured rounds. Large batches need fewer rounds, and would otherwise take minutes.
 ROUNDS, LARGE_ROUNDS = (4, 8), (3, 2)
 LARGE = 16384  # samples per batch
 SETTINGS = [setting for setting in fields(Scenario) if "help" in setting.metadata]
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command with these arguments; returns its exit code."""
     options = build_parser().parse_args(argv)
     scenario = scenario_of(options)
-    # Before minutes of simulation.
+    # Check the outputs before minutes of simulation.
     if options.plot is not None:
         check_plots("--plot")
     for option, path in (("--json", options.json), ("--plot", options.plot)):

@@ -1,1 +1,1 @@
-"""Which dataset row comes next: exactly once per epoch, in the order of stock GRPO; and its prompt."""
+"""Dataset rows for training: each exactly once per epoch, in the order of stock GRPO, and their prompts."""

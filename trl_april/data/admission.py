@@ -1,4 +1,4 @@
-"""Admission of dataset rows to the pool: tokenized, and checked against the server's context.
+"""Admission of dataset rows to the pool: prompts are tokenized, and checked against the server's context.
 
 Invariant: every process reads the same rows in the same order and admits its share, so each row is admitted by a
 single process. Each process also keeps the rows of other processes' outstanding groups, which it may have to train.
@@ -22,7 +22,7 @@ from .source import Row, RowRef, RowSource
 
 logger = get_logger(__name__)
 
-CHECKED_PROMPTS = 256  # the longest of a dataset, before the first round
+CHECKED_PROMPTS = 256  # number of longest prompts to check before the first round
 Tokenize = Callable[[list[Row]], list[list[int]]]
 
 
@@ -46,7 +46,7 @@ class NewGroup:
 
 
 def check_prompt(budget: Budget, length: int, whose: str) -> None:
-    """Raise [`ConfigError`] if a prompt of `length` tokens leaves a completion no room; warn if it leaves little."""
+    """Raise [`ConfigError`] if a prompt of `length` tokens leaves no room to complete it; warn if it leaves little."""
     if budget.check(length, whose) is not None:
         logger.warning_once(
             f"Prompts leave less than max_completion_length={budget.max_completion_length} of the server's context of "
@@ -57,7 +57,7 @@ def check_prompt(budget: Budget, length: int, whose: str) -> None:
 def check_longest(
     budget: Budget, rows: TrainingRows, tokenize: Tokenize, dataset: str = "training", *, silent: bool = True
 ) -> None:
-    """Check the longest prompts of a dataset now: a prompt without room would otherwise end training hours later."""
+    """Check the longest prompts of a dataset now, since a prompt that is too long could end training hours later."""
     indices = rows.longest_prompts(CHECKED_PROMPTS, silent=silent)
     if not indices:
         return
@@ -76,8 +76,8 @@ def prompt_name(row: Row, row_index: int | None = None) -> str:
 class Admission:
     """Makes groups from dataset rows. `owns` returns whether a group belongs to this process.
 
-    `tokenize` returns the token ids of the prompts of rows, the same ids as in stock GRPO and in evaluation. With
-    environments it returns empty prompts, since the reset of a sample's environment completes its prompt.
+    `tokenize` returns the token ids of each row's prompt, the same as in stock GRPO and in evaluation. With
+    environments it returns empty prompts, since the reset of a sample's environment completes the sample's prompt.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Admission:
         return groups
 
     def replacements(self, rejected: int) -> list[NewGroup]:
-        """Make as many groups as were rejected, from rows beyond the planned rows."""
+        """Make groups that replace the `rejected` groups, from rows beyond the planned rows."""
         self._source.replace(rejected)
         return self.next_groups(rejected)
 
@@ -120,7 +120,7 @@ class Admission:
         Columns that the training dataset does not have are removed: all rows of a batch need the same columns.
 
         Raises:
-            CheckpointError: If the groups cannot be trained, or not be resumed on this server.
+            CheckpointError: If the groups cannot be trained, or cannot be resumed on this server.
         """
         elsewhere = list(elsewhere)
         for group in (*groups, *elsewhere):

@@ -1,7 +1,7 @@
 """The order in which TRL trains a dataset's rows.
 
-Invariant: the rows come from TRL's sampler, or TRL's view of a stream. A row that TRL repeats for every generation and
-use is read once. No order is computed here.
+Invariant: the order comes from TRL's sampler, or from TRL's view of a stream; none is computed here. A row that TRL
+repeats for every generation and use is read once.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class TrainingRows:
         return list(self.collate([first])[0]) if first else []
 
     def longest_prompts(self, count: int, *, silent: bool) -> list[int]:
-        """Indices of the rows whose prompts are the longest as text.
+        """Indices of the rows with the longest prompts, measured as text.
 
-        Empty for a stream, for a transform that makes prompts, and for images, whose tokens the text does not show.
+        Empty for a stream, with a transform that makes prompts, and with images, whose tokens do not show in the text.
         """
         dataset = self.dataset
         if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
@@ -70,7 +70,7 @@ class TrainingRows:
         per_round = per_batch * plan.micro_steps_per_round
 
         def open_permutation(epoch: int) -> Iterator[RowRef]:
-            # The sampler repeats every index per generation and every batch per use: too many to hold in memory.
+            # The sampler repeats each index per generation and each batch per use: too many indices to hold in memory.
             repeated = iter(sampler)
             first = list(islice(repeated, 1))  # the sampler draws the permutation of the epoch at its first index
             return (
@@ -108,14 +108,14 @@ def resumed_source(
     rejected: int,
     next_id: int,
 ) -> tuple[RowSource, int]:
-    """The row source of a training run that resumes at `step`, and the number of groups that it can no longer use.
+    """The row source of a training run that resumes at `step`, and the number of groups that it cannot use any more.
 
-    The source continues after the `held` groups of the checkpoint, and the groups `rejected` before. `cursor` is the
-    [`RowSource.state_dict`] in the checkpoint, and `next_id` the lowest id for the next group. All groups can be used
-    unless the arguments of training changed.
+    The source continues after the rows of the `held` groups in the checkpoint and of the groups `rejected` before.
+    `cursor` is the [`RowSource.state_dict`] in the checkpoint, and `next_id` the lowest id for the next group. All
+    groups can be used unless the arguments of training changed.
 
     Raises:
-        CheckpointError: If the cursor belongs to a training run that is further ahead.
+        CheckpointError: If the cursor belongs to a training run that began after `step`.
     """
     if cursor["origin"] > step:
         raise CheckpointError(

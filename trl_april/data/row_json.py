@@ -1,8 +1,8 @@
-"""Rows of a stream, and messages of the pool, as JSON and back: equal in values and types.
+"""Rows of a stream and messages of the pool, encoded as JSON. Decoding restores values and types.
 
 JSON alone would turn tuples into lists, and has no bytes, arrays or images. Messages in the pool have this form, so
-that they can be saved and sent without conversion. Encoding also copies: an image that a tool returned does not change
-when the tool draws on it later.
+that they can be saved and sent without conversion. Encoding also copies: if a tool later draws on an image that it
+returned, the encoded image does not change.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def encode_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def decode_row(encoded: dict[str, Any]) -> dict[str, Any]:
-    """The row that [`encode_row`] was given. Invalid input raises some exception, but runs and imports nothing."""
+    """Decode a row from [`encode_row`]. Invalid input raises an exception of any type, and runs or imports nothing."""
     return {column: decode_value(value) for column, value in encoded.items()}
 
 
@@ -61,7 +61,7 @@ def encode_messages(messages: Sequence[Message]) -> list[Message]:
 
 
 def decode_messages(encoded: Sequence[Message]) -> list[Message]:
-    """The messages that [`encode_messages`] was given, as copies."""
+    """Decode messages from [`encode_messages`], as copies."""
     return [_with_content(copy.deepcopy(message), decode_value) for message in encoded]
 
 
@@ -88,13 +88,13 @@ def encode_value(value: Any) -> Any:
         return {"$array": _encode_array(value)}
     if isinstance(value, np.generic):
         return {"$scalar": _encode_array(np.asarray(value))}
-    if kind.__module__.startswith("PIL."):  # which need not be installed
+    if kind.__module__.startswith("PIL."):  # PIL may not be installed
         return {"$image": _encode_image(value)}
     raise TypeError(f"a {kind.__module__}.{kind.__qualname__}")
 
 
 def decode_value(value: Any) -> Any:
-    """The value that [`encode_value`] was given. Invalid input raises some exception."""
+    """Decode a value from [`encode_value`]. Invalid input raises an exception of any type."""
     if isinstance(value, list):
         return [decode_value(item) for item in value]
     if not isinstance(value, dict):
@@ -114,7 +114,7 @@ def _from_text(value: str) -> bytes:
 
 
 def _encode_array(array: np.ndarray) -> list[Any]:
-    # The name of a type from another package does not describe it completely.
+    # The name of a data type from another package does not describe the type completely.
     if array.dtype.kind not in _ARRAY_KINDS or np.dtype(array.dtype.str) != array.dtype:
         raise TypeError(f"a numpy array of {array.dtype}")
     return [array.dtype.str, list(array.shape), _to_text(array.tobytes())]
@@ -134,7 +134,7 @@ def _encode_image(image: Any) -> str:
     try:
         image.save(content, "PNG")
     except OSError as error:
-        raise TypeError(f"an image that PNG does not hold ({error})") from error
+        raise TypeError(f"an image that cannot be saved as PNG ({error})") from error
     return _to_text(content.getvalue())
 
 

@@ -1,8 +1,8 @@
 """The row source: the dataset rows of the groups, in order.
 
-Invariant: rows come in the order and exactly as often as stock GRPO would train them, and no row is handed out that no
-remaining optimizer step could train. The source counts optimizer steps like [`~transformers.Trainer`], so it knows the
-last round in advance, also for a stream of unknown length.
+Invariant: rows come in the order of stock GRPO and exactly as often, and only while the remaining optimizer steps can
+train them. The source counts optimizer steps like [`~transformers.Trainer`], so it knows the last round in advance,
+also for a stream of unknown length.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ CURSOR = ("origin", "handed_out", "groups_per_round", "micro_steps_per_round", "
 class RowSource:
     """Hands out dataset rows, epoch after epoch, until training needs no more.
 
-    `open_epoch` returns the rows of an epoch in training order, and is called once with each of 0, 1, 2, ... The last,
-    incomplete chunk of `groups_per_round` rows is dropped, as in TRL. `rounds_per_epoch` is the number of complete
-    chunks, if the dataset's length is known: `Trainer` then ends an uneven epoch with a shorter optimizer step.
-    `start_step` optimizer steps are already done.
+    `open_epoch` returns the rows of an epoch in training order, and is called once for each epoch 0, 1, 2, ... The
+    last, incomplete chunk of `groups_per_round` rows is dropped, as in TRL. `rounds_per_epoch` is the number of
+    complete chunks, if the dataset's length is known: `Trainer` then ends an uneven epoch with a shorter optimizer
+    step. `start_step` optimizer steps are already done.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class RowSource:
         self._accumulation = plan.gradient_accumulation_steps
         self._max_steps, self._epochs = plan.max_steps, plan.epochs
         self._has_length = rounds_per_epoch is not None
-        # `Trainer` reopens a stream after as many steps as training began with.
+        # `Trainer` reopens a stream after the `max_steps` with which training began.
         self._epoch_micro_steps = sys.maxsize if self._has_length else plan.max_steps * self._accumulation
         self._epoch = 0
         self._steps_before_epoch = 0
@@ -54,9 +54,9 @@ class RowSource:
         self._next_id = 0
         self._origin = start_step
         self._handed_out = 0  # since `origin`
-        self._pending: list[RowRef] = []  # planned rows that were read and are not handed out yet
-        self._is_planned = False  # whether all rounds are read that training has steps for
-        self._owed = 0  # rows that are due as replacements of rejected groups
+        self._pending: list[RowRef] = []  # planned rows that were read but not handed out yet
+        self._is_planned = False  # whether the rows of all remaining rounds were read
+        self._owed = 0  # rows still to be handed out in place of rejected groups
         self._delegate: RowSource | None = None
 
         if rounds_per_epoch is not None:
@@ -90,7 +90,7 @@ class RowSource:
         return list(enumerate(rows, first))
 
     def follow(self, max_steps: int) -> None:
-        """Plan rows for `max_steps` optimizer steps from now on: callbacks may prolong or shorten training."""
+        """Plan rows for `max_steps` optimizer steps from now on: callbacks may extend or shorten training."""
         if max_steps != self._max_steps:
             self._max_steps, self._is_planned = max_steps, False
 
@@ -99,7 +99,7 @@ class RowSource:
         self._owed += count
 
     def take_back(self, count: int) -> int:
-        """Undo `replace` for `count` groups. Returns for how many groups it is too late."""
+        """Undo `replace` for `count` groups. Returns how many of the replacements were handed out already."""
         undone = min(count, self._owed)
         self._owed -= undone
         return count - undone
@@ -130,7 +130,7 @@ class RowSource:
             self._next_unplanned()
 
     def delegate_to(self, other: RowSource) -> None:
-        """Take the rows from `other`; keep the count of this source."""
+        """Take rows from `other` from now on, but keep the count of this source."""
         self._delegate = other
 
     def _next_unplanned(self) -> RowRef:
@@ -142,7 +142,7 @@ class RowSource:
 
     def _skip(self, micro_steps: int, start_step: int) -> None:
         """Skip the trained rows of this epoch."""
-        # A checkpoint may fall inside a round: TRL's rounds then start `offset` later.
+        # A checkpoint may fall inside a round: TRL's rounds then start `offset` micro-steps later.
         chunks, self.offset = divmod(micro_steps, self._round)
         for chunk in range(chunks + (self.offset > 0)):
             rows = self._read_chunk()
@@ -153,7 +153,7 @@ class RowSource:
                 self._chunk += 1
                 self._next_id += self._groups_per_round
                 continue
-            else:  # the round inside which training resumes starts again
+            else:  # training resumes inside this round, which starts again
                 self._rows = chain(rows, self._rows)
             return
 
@@ -164,8 +164,8 @@ class RowSource:
             is_trained = self._steps_before_epoch + position // self._accumulation >= self._max_steps
             if is_trained and not self.offset:
                 return []
-            # With an offset, the round after an epoch's last round starts in the next epoch, where steps count anew.
-            # Only the rows show whether this epoch has another round.
+            # With an offset, the round after an epoch's last round starts in the next epoch, where the step count
+            # restarts. Only the rows show whether this epoch has another round.
             is_used_up = self._chunk * self._round >= self._epoch_micro_steps
             rows = [] if is_used_up else self._read_chunk()
             is_whole = len(rows) == self._groups_per_round

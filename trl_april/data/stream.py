@@ -31,11 +31,11 @@ class StreamReader:
 
 
 class SharedStream(TorchDataset):  # type: ignore[misc]
-    """Chunks of `groups_per_round` rows of a stream, without an incomplete chunk at its end.
+    """Chunks of `groups_per_round` rows of a stream. An incomplete last chunk is dropped.
 
-    Iteration gives an epoch in TRL's order: each row `num_generations` times, and each chunk `uses` times. `skipped`
-    returns the number of rows that a resumed training skips; their content is not kept. `is_loaded` tells whether the
-    data loader reads in this process: accelerate may let the first process read a stream for all processes.
+    Iteration yields an epoch in TRL's order: each row `num_generations` times, and each chunk `uses` times. `skipped`
+    returns the number of rows that a resumed run skips; their content is not kept. `is_loaded` tells whether the data
+    loader reads in this process: accelerate may let the first process read a stream for all processes.
     """
 
     def __init__(

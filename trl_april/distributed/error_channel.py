@@ -1,9 +1,9 @@
-"""The error channel between the processes of a training run: an error of any process is raised in all, at once.
+"""The error channel between the processes of a training run: an error in any process is raised in all, at once.
 
-A process that fails leaves a report in a `torch.distributed` store, which a thread of each process polls. The thread
-also reports its neighbor in a ring if the neighbor exited without a report. The main thread raises the error in
-`check`. If it waits in a collective call instead, the thread interrupts it, then aborts the process group, and finally
-ends the process.
+A process that fails leaves a report in a `torch.distributed` store, which a thread in each process polls. The thread
+also reports the next process, in a ring, if that process exited without a report. The main thread raises the error in
+`check`. If the main thread waits in a collective call instead, the polling thread interrupts it, then aborts the
+process group, and finally ends the process.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ logger = logging.getLogger(__name__)
 
 POLL = 0.5  # seconds between two polls of the store, each with a heartbeat
 SILENCE = 120.0  # seconds without a heartbeat after which a process of another host counts as dead
-HEARD = 3.0  # seconds for which a process waits until the others have read its report
-HOLD_BACK = 2.0  # seconds for which a RuntimeError, or a SIGTERM, waits for the report of its cause
+HEARD = 3.0  # maximum seconds that a process waits for the others to read its report
+HOLD_BACK = 2.0  # seconds that a RuntimeError or SIGTERM is held back for the report of its cause
 INTERRUPT, ABORT, END = 3.0, 2.0, 3.0  # seconds until the thread interrupts, then aborts, then ends the process
-CLEAN_UP = 20.0  # seconds in which the main thread may clean up after the error
+CLEAN_UP = 20.0  # seconds that the main thread has to clean up after the error
 
 
 class ErrorChannel:
-    """Reports the errors of this process, and raises the errors of others. The store is for this object alone."""
+    """Reports the errors of this process, and raises the errors of others. No other object may use the store."""
 
     def __init__(self, store: Store, rank: int, num_processes: int) -> None:
         self._store, self._rank, self._count = store, rank, num_processes
@@ -51,11 +51,11 @@ class ErrorChannel:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Share errors of the body with the other processes. All must enter it equally often; it does not nest.
+        """Share errors of the body with the other processes. All must enter it equally often, without nesting.
 
         Raises:
-            The error of the process that failed first. It has the same class if that is a builtin or from
-            `trl_april.errors`, otherwise it is a `PeerError`. Its cause holds the traceback of the other process.
+            The error of the process that failed first, with the same class if the class is a builtin or from
+            `trl_april.errors`, otherwise a `PeerError`. Its cause holds the traceback of the other process.
         """
         self._watch += 1
         self._report, self._raised_at, self._reported, ended = [], 0.0, threading.Event(), threading.Event()
@@ -68,7 +68,7 @@ class ErrorChannel:
         except Stopped:  # all processes stop together
             raise
         except BaseException as error:
-            self._raised_at = self._raised_at or time.monotonic()  # now no SIGTERM replaces the error
+            self._raised_at = self._raised_at or time.monotonic()  # from now on, no SIGTERM replaces the error
             if isinstance(error, RuntimeError):  # a collective call may fail before the report of its cause arrives
                 self._reported.wait(HOLD_BACK)
             ended.set()
@@ -106,12 +106,12 @@ class ErrorChannel:
                 time.sleep(POLL / 5)
 
     def _publish(self, rank: int, message: str, module: str = "", kind: str = "", text: str = "") -> bool:
-        """Write a report to the store, unless it has a report. Returns whether it was written."""
+        """Write a report to the store, unless the store has a report. Returns whether it was written."""
         report = json.dumps([f"Process {rank} {message}", module, kind, text])
         return bool(self._store.compare_set(self._key("report"), "", report) == report.encode())
 
     def _handle_signals(self) -> Callable[[], None]:
-        """Let SIGURG interrupt the main thread, and no SIGTERM hide the error. Returns a function that undoes it."""
+        """Let SIGURG interrupt the main thread, and let no SIGTERM hide the error. Returns a function to undo both."""
         if threading.current_thread() is not threading.main_thread():
             return lambda: None
         urgent = signal.signal(signal.SIGURG, signal.default_int_handler)
@@ -146,7 +146,7 @@ class ErrorChannel:
                     beat = self._store.get(self._key("beat", neighbor))
                     silent, last = (silent + 1 if beat == last else 0), beat
                     its_host, pid, _ = json.loads(beat)
-                    # On the same host, silence proves nothing: a call may hold the interpreter for long.
+                    # On the same host, silence proves nothing: a call may hold the GIL for a long time.
                     is_gone = _has_exited(pid) if its_host == host else silent * POLL > SILENCE
                     if is_gone and not self._store.check([self._key("done", neighbor)]):
                         self._publish(neighbor, f"exited without reporting an error (pid {pid})")

@@ -1,9 +1,9 @@
 """The processes of a training run: a single process, or several with a shared quota.
 
-[`OneProcess`] and [`ManyProcesses`] have the same methods, so that no other code asks how many there are. A call that
-waits for another process notices its failure.
+[`OneProcess`] and [`ManyProcesses`] have the same methods, so other code need not know the number of processes. A call
+that waits for another process raises if that process fails.
 
-Invariant: decisions that all processes must make alike go through [`OneProcess.decide`] (the first process) or
+Invariant: decisions that must be equal in all processes go through [`OneProcess.decide`] (the first process) or
 [`OneProcess.any`]. They never depend on the host, files, environment variables or errors of a single process.
 """
 
@@ -80,9 +80,9 @@ class OneProcess:
         """Wait until all processes have called it."""
 
     def decide(self, question: Callable[[], Answer]) -> Answer:
-        """Return the first process's answer in all processes; the others do not ask. A collective call.
+        """Ask the question in the first process, and return the answer in all processes. A collective call.
 
-        The answer must be a JSON value. An error of `trl_april` is raised in all processes, so they can recover alike.
+        The answer must be a JSON value. An error of `trl_april` is raised in all, so they can recover together.
         """
         return question()
 
@@ -141,8 +141,8 @@ class ManyProcesses(OneProcess):
             yield
             return
         with self._errors.watched():
-            # A new group per run, since an error may leave a call in it half done. It has no timeout, since callbacks
-            # and reward functions may take any time.
+            # A new group per run, since an error may leave a collective call unfinished. It has no timeout, since
+            # callbacks and reward functions may take any amount of time.
             group = self._group = dist.new_group(backend="gloo", timeout=NO_TIMEOUT)
             try:
                 try:
@@ -150,10 +150,10 @@ class ManyProcesses(OneProcess):
                 except Stopped:
                     self.barrier()
                     raise
-                self.barrier()  # this process may hold the store that others still use
+                self.barrier()  # this process may hold the store that other processes still use
             finally:
                 self._group = None
-            dist.destroy_process_group(group)  # not after an error: a call may be under way in it
+            dist.destroy_process_group(group)  # not after an error: a call may be in progress
 
     def check(self) -> None:
         self._errors.check()

@@ -1,9 +1,9 @@
 """The quota that all processes of a training run share: counters and a list of events in a `torch.distributed` store.
 
 Each process adds its finished groups to the counters, and reads the sums with the same call. The first process that
-sees the quota met appends an event to the list, which all read; the list also holds the ids of rejected groups.
-Invariant: a group is counted once. The first event that ends a round applies to all processes, so a round closes in
-all processes or in none.
+sees the quota met appends an event to the list that all processes read; the list also holds the ids of rejected
+groups. Invariant: a group is counted once. The first event that ends a round applies to all processes, so a round
+closes in all processes or in none.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 CLOSED, SUSPENDED = "closed", "suspended"  # events that end a round; all others are ids of rejected groups
-POLL = 0.05  # seconds between two looks at the store
+POLL = 0.05  # seconds between two reads of the store
 
 
 class SharedQuota:
     """Counts finished groups of all processes against the requirements of a round.
 
-    The store must be for this object alone. Once a round has rejected `max_rejected` groups, its rejected groups count
-    towards the quota. `num_finished` and `num_tokens` count all processes in this round, as of the last update.
-    `is_closed` and `is_suspended` tell how the round ended. After [`~SharedQuota.stop`], each flag is the same in all
-    processes, except on errors.
+    No other object may use the store. Once a round has rejected `max_rejected` groups, its rejected groups count
+    towards the quota. `num_finished` and `num_tokens` are the counts of all processes in this round, as of the last
+    update. `is_closed` and `is_suspended` tell how the round ended. After [`~SharedQuota.stop`], each flag is the same
+    in all processes, except on errors.
     """
 
     def __init__(self, store: Store, schedule: Schedule, max_rejected: int | None = None) -> None:
@@ -53,18 +53,18 @@ class SharedQuota:
         self.num_finished, self.num_tokens = len(self._counted), 0
 
     def begin_round(self) -> None:
-        """Start to count, or continue a suspended round. Called once the pool has admitted the groups of the round."""
+        """Start counting, or continue a suspended round. Call it after the pool has admitted the round's groups."""
         self._reset()
         self._round += 1
         self._requirements = self._schedule.requirements()
         self._known = [self._schedule.num_finished(start_version) for start_version, _ in self._requirements]
 
     def notify(self) -> None:
-        """Let the next update start at once. Called from the event loop."""
+        """Let the next update run without waiting. Call it from the event loop."""
         self._news.set()
 
     async def update(self, tokens: Callable[[], int] = int, *, patience: float = POLL) -> bool:
-        """Publish the groups finished and rejected here since the last update, and apply rejections of others.
+        """Publish groups finished and rejected here since the last update, and apply other processes' rejections.
 
         Waits for [`~SharedQuota.notify`] first, up to `patience` seconds. `tokens` returns the number of tokens that
         this process has received in all rounds. Returns whether the round has ended, in all processes.
@@ -83,8 +83,8 @@ class SharedQuota:
         due = [sum(version <= start_version for version in settled) for start_version, _ in self._requirements[1:]]
         added = [len(new), *due, max(0, received - self._tokens_published)]
         self._tokens_published = received
-        # In a thread, since the socket of the store must not block the streams. A cancellation waits for the answer:
-        # these counts must reach the store once.
+        # In a thread, since waiting for the store must not block the streams. A cancellation waits for the answer:
+        # these counts must reach the store exactly once.
         call = asyncio.ensure_future(asyncio.to_thread(self._exchange, added, list(rejected)))
         try:
             await asyncio.shield(call)
@@ -113,7 +113,7 @@ class SharedQuota:
         self._apply_rejections()
 
     def end_round(self) -> None:
-        """Remove the counters. A single process calls it, after all processes have read them."""
+        """Remove the counters and events. A single process calls it, after all processes have read them."""
         names = [str(number) for number in range(len(self._requirements) + 1)]  # the last counter counts tokens
         names += ["events", *(f"event-{n}" for n in range(1, self._store.add(self._key("events"), 0) + 1))]
         for name in names:

@@ -1,7 +1,7 @@
-"""Shards of a batch: which process trains which samples, and messages that bring groups to their trainers.
+"""Shards of a batch: the samples that each process trains, and messages that carry groups to other processes.
 
-The batch is a list of samples, group by group. Each process trains an equal slice of it, like the shards of TRL's data
-loader. A shard may start or end inside a group. Rows do not travel: every process reads them. Standard library only.
+The batch is a list of samples, group by group. Each process trains an equal slice, like the shards of TRL's data
+loader. A shard may start or end inside a group. Rows are not sent: every process reads them. Standard library only.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Ctrl-C and SIGTERM as a request to write a checkpoint and stop.
 
-The first signal interrupts nothing; a later signal exits at once. The exit code is the signal's.
+The first signal interrupts nothing; a later signal exits at once. The process exits with the signal's exit code.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """Records the first signal that asks training to stop: `signal` in this process, `agreed` in all; 0 before.
+    """Records the first signal that asks training to stop: `signal` in this process, `agreed` in all. Both start as 0.
 
-    `check` is called at every signal. It raises the error of another process, after which a launcher signals all.
+    `check` is called at every signal, to raise the error of a failed process: launchers then signal all processes.
     """
 
     def __init__(self, check: Callable[[], None] = lambda: None) -> None:
@@ -48,7 +48,7 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle the signals during the body. Only the main thread can."""
+        """Handle the signals during the body. Works only in the main thread."""
         self.signal = 0
         if threading.current_thread() is not threading.main_thread():
             logger.warning(
@@ -72,7 +72,7 @@ class StopRequest:
     def agree(self, processes: Processes) -> int:
         """The signal that any process received; 0 if there is none. A collective call."""
         (number,) = processes.reduce_max([float(self.signal)])
-        if number:  # else keep a signal that arrived here during the call
+        if number:  # otherwise keep a signal that arrived here during the call
             if not self.signal:
                 self._since = time.monotonic()
             self.signal = self.agreed = int(number)
@@ -94,7 +94,7 @@ class StopRequest:
 def leave(number: int) -> NoReturn:
     """Exit by `KeyboardInterrupt`, or with the exit code that a shell reports for the signal.
 
-    An exception, not the signal, so that a server started in a `with` block is stopped.
+    Raises an exception instead of sending the signal again, so that a server in a `with` block is stopped.
     """
     if number == signal.SIGINT:
         raise KeyboardInterrupt

@@ -1,7 +1,7 @@
 """The event stream of a completion: bytes in, chunks out.
 
-Invariant: every token it yields stood in a valid event of this request, with its log-probability, and no earlier event
-was skipped. Anything else is an error that quotes the received bytes. It buffers a line of bounded length.
+Invariant: every yielded token comes from a valid event of this request, with its log-probability, and no earlier event
+was skipped. Anything else raises an error that quotes the received bytes. The buffer is bounded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BYTES_PER_LINE = 2**16
 
 
 class EventStream:
-    """Reads the server-sent events of `request`. Token ids are below `vocab_size`, if it is given."""
+    """Reads the server-sent events of `request`. Token ids must be below `vocab_size`, if it is given."""
 
     def __init__(self, request: GenerationRequest, vocab_size: int | None = None) -> None:
         self.ended = False  # whether a finish reason or `[DONE]` was read; everything after it is ignored
@@ -45,7 +45,7 @@ class EventStream:
                 continue
             self._tokens += len(chunk.token_ids)
             if chunk.finish_reason == "length" and self._tokens < self._request.max_tokens:
-                # The server's limit would start anew after every abort.
+                # The server's limit would restart after every abort.
                 raise EngineError(
                     f"The server ended request {self._request.request_id} for its length after {self._tokens} tokens, "
                     f"but {self._request.max_tokens} were requested. Remove the server's limit (max_new_tokens in "

@@ -1,4 +1,4 @@
-"""Images of samples: in messages as in TRL, and as the features that a vLLM server takes with token ids.
+"""Images of samples: in messages as in TRL, and as the features that a vLLM server takes together with token ids.
 
 Invariant: every request of a sample has the images of its prompt and of all its tool results so far, in this order.
 Their features are computed once, so a resumed sample continues with the same images.
@@ -62,7 +62,7 @@ def returning_images(generate: Callable[[list[Any]], tuple[Any, ...]]) -> Callab
 
 
 class PlacedImages:
-    """Images among `token_ids`, which begin at token `start` of a sample's prompt and completion."""
+    """Images among `token_ids`, the part of a sample's prompt and completion that begins at token `start`."""
 
     def __init__(self, images: list[Any], token_ids: list[int], start: int, place: Place) -> None:
         self._images, self._token_ids, self._start, self._place = images, token_ids, start, place
@@ -97,7 +97,7 @@ async def joined_features(images: Sequence[PlacedImages], render: Render) -> Fea
 class SampleImages:
     """Finds the images of samples. `check` raises an error where images are unsupported.
 
-    Samples with the group's prompt share its images.
+    Samples with the group's prompt share the features of its images.
     """
 
     def __init__(self, place: Place, check: Callable[[], None] = lambda: None) -> None:

@@ -1,8 +1,8 @@
-"""Check that the recorded log-probabilities and the trainer's are of the same distribution.
+"""Check that the recorded and the trainer's log-probabilities are of the same distribution.
 
 The trainer's log-probabilities are over the whole vocabulary, at the sampling temperature. A server's `raw_logprobs`
 are over the whole vocabulary at temperature 1. Its `processed_logprobs` are at the sampling temperature, over the
-tokens that truncation keeps: their ratio to the trainer's has the probability of these tokens as a factor.
+tokens that truncation keeps: the importance ratio then has the probability of these tokens as a factor.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ MEANING = {
 }
 _TRUNCATING = ("top_p", "top_k", "min_p", "min_tokens", "allowed_token_ids", "bad_words")
 _SHIFTING = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
-_OFF = {"top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}  # other than 0 and `None`
+_OFF = {"top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}  # values that turn an option off, besides 0 and `None`
 
 
 def check_logprobs(mode: str, base_url: str, sampling: Mapping[str, Any]) -> str | None:
     """Compare a server's mode with the sampling options. Returns a warning if the correction is biased.
 
     Raises:
-        ConfigError: If the server's log-probabilities are of another temperature.
+        ConfigError: If the server's log-probabilities are for another temperature.
     """
     temperature = sampling["temperature"]
     if mode == RAW_LOGPROBS and temperature != 1.0:

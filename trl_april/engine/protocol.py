@@ -17,14 +17,14 @@ from ..pool.samples import Group, Sample
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A request for a sample."""
+    """A request for the next tokens of a sample."""
 
     request_id: str  # unique, chosen by the caller
     token_ids: list[int]  # the prompt and the tokens of the sample so far
     generated: int  # tokens of the current turn among `token_ids`
     max_tokens: int  # at least 1
     cache_salt: str  # requests share KV blocks only with requests of the same salt
-    min_tokens: int = 0  # before a token may end the turn
+    min_tokens: int = 0  # minimum tokens before the turn may end
     seed: int | None = None
     sample: Sample | None = field(default=None, compare=False)  # its requests can share KV blocks
     version: int = 0  # policy version of the weights
@@ -41,7 +41,7 @@ class Chunk:
 
 
 class ServerLoad(NamedTuple):
-    """The load of a server by all its clients, from its gauges."""
+    """The load of a server from all its clients, as its gauges report it."""
 
     running: int = 0  # requests being decoded
     waiting: int = 0  # requests without a slot or space in the KV cache, including preempted requests
@@ -53,12 +53,12 @@ ImagesOf = Callable[[Group, Sample], Sequence[Any]]  # returns the images of a s
 
 
 def no_images(group: Group, sample: Sample) -> Sequence[Any]:
-    """An `ImagesOf` for samples of text."""
+    """An `ImagesOf` for samples without images."""
     return ()
 
 
 class ServerLost(ServerError):
-    """The server of a request went away, and the sample can be resumed on another server at once."""
+    """The server of a request is lost. The sample can be resumed on another server at once."""
 
 
 class RequestMaker:

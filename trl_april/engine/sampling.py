@@ -1,4 +1,4 @@
-"""The sampling options of requests, and the refused options.
+"""The sampling options of requests, and the options that partial rollouts cannot use.
 
 The prompt of a resumed request contains the sample's earlier tokens. An option is safe only if the server then treats
 these tokens as if the request had not been cut. vLLM ignores unknown fields, so they are refused here.
@@ -17,7 +17,7 @@ from ..errors import ConfigError, EngineError
 from .stop_strings import Decode, StopStrings
 
 
-JSON = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY  # `logit_bias` is by token id; sweeps set numpy numbers
+JSON = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY  # `logit_bias` has integer keys; sweeps set NumPy numbers
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # fields of TRL's config
 _COUNTS_OUTPUT = "it counts only tokens of the same request, so its count would restart at every cut"
 _KEEPS_STATE = "the server keeps its state per request, and a resumed request would start without it"

@@ -1,8 +1,8 @@
 """A rollout engine over several servers, with an engine for each server.
 
-A fresh sample goes to the server with the fewest requests of this process. A resumed sample stays with its KV blocks,
-if they are used. Invariant: a server that had no request of this process must confirm the policy version before it
-gets a request. A single server is not asked.
+A fresh sample goes to the server with the fewest requests of this process. A resumed sample stays on the server with
+its KV blocks, if they are reused. Invariant: a server without requests of this process must confirm the policy version
+before it gets a request. A single server is not asked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .protocol import Chunk, GenerationRequest, RolloutEngine, ServerLost
 
 logger = logging.getLogger(__name__)
 
-ABORT_SECONDS = 10.0  # until an abort without an answer counts as an error of the server
+ABORT_SECONDS = 10.0  # after which an unanswered abort counts as an error of the server
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +48,7 @@ class ServersEngine:
 
     `is_sticky` tells whether a resumed sample stays on its server. `rank` is the index of this process: among equal
     servers, each process prefers a different server. `on_lost` is called with the address of a server that is lost
-    while others remain. A lost server is used again after a [`ServersEngine.route_to`] with it among the `holding`.
+    while others remain. A lost server is used again once [`ServersEngine.route_to`] lists it in `holding`.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ServersEngine:
 
     @property
     def num_lost(self) -> int:
-        """Servers that take no requests."""
+        """Number of servers that get no requests."""
         return sum(server.is_lost for server in self._servers.values())
 
     def server_of(self, request_id: str) -> str | None:
@@ -93,8 +93,8 @@ class ServersEngine:
     ) -> None:
         """Send requests to the servers at `addresses` that are `holding` the weights of this policy version.
 
-        Requests on other servers end, and their samples can be resumed elsewhere. `causes` are the errors that showed
-        that a server was away, by address.
+        Requests on other servers end, and their samples can be resumed elsewhere. `causes` are the errors by which
+        servers were found to be away, by address.
         """
         self._version = version
         before = self._servers
@@ -200,7 +200,7 @@ class ServersEngine:
         return min(present, key=lambda server: server.running)
 
     async def _confirm(self, server: _Server) -> None:
-        """Ask a server for its version before its first request: a restart without requests breaks no stream."""
+        """Ask a server for its version before its first request, since a restart without requests breaks no stream."""
         if self._version is None or not (server.running == 1 or (server.check and not server.check.done())):
             return
         if not await self._holds(server):
@@ -215,7 +215,7 @@ class ServersEngine:
         return await asyncio.shield(server.check)
 
     async def _is_lost_after(self, server: _Server, error: Exception) -> bool:
-        """Whether a server is lost after this error, so that others must continue its requests."""
+        """Whether a server is lost after this error, so that other servers must continue its requests."""
         if not server.is_lost and self._has_several and not await self._holds(server):
             self._lose(server, str(error))
         return server.is_lost

@@ -1,4 +1,4 @@
-"""Stop strings, found in the text of a turn wherever its requests were cut.
+"""Stop strings, found in the text of a turn even across the cuts between its requests.
 
 Invariant: a turn ends with the same token as in vLLM with a single request. vLLM searches the text of each request
 alone, so a string that straddles two requests is found only here.
@@ -28,7 +28,7 @@ class StopStrings:
     def is_safe_on_server(self, token_ids: list[int]) -> bool:
         """Whether the server may also search the text after these tokens.
 
-        After an incomplete character, vLLM takes the whole prompt for generated text, and would find strings there.
+        After an incomplete character, vLLM treats the whole prompt as generated text, and would find strings there.
         """
         return not self.decode(token_ids[-CONTEXT:]).endswith(INCOMPLETE)
 

@@ -104,7 +104,7 @@ class VLLMEngine:
 
     async def _build(self, request: GenerationRequest) -> tuple[str, dict[str, Any]]:
         """The path and the body of a request."""
-        # The adapter of the request's version: a sync may have come since the request was made.
+        # The adapter of the request's version: a sync may have happened since the request was made.
         model = self._adapter(request.version) or self._body["model"]
         body = {**self._body, "model": model, "cache_salt": request.cache_salt}
         sampling = {**self._sampling, "max_tokens": request.max_tokens, "min_tokens": request.min_tokens}
@@ -174,7 +174,7 @@ class VLLMEngine:
     async def _request(
         self, method: str, path: str, *, has_adapter: bool = False, **options: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Open an answer with status 200. Other answers and a connection that breaks raise our errors."""
+        """Open a response with status 200. Other responses and broken connections raise our errors."""
         try:
             async with self._open_session().request(method, f"{self._base_url}{path}", **options) as response:
                 await _raise_for_status(response, lost_adapter=has_adapter)

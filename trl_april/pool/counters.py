@@ -1,7 +1,7 @@
 """Counters of the groups and tokens that enter and leave a pool.
 
-Invariant: every admitted group was taken, was rejected, or is still in the pool. So was every generated token, unless
-it belongs to a branch that its sample has left.
+Invariant: every admitted group was taken, was rejected, or is still in the pool. The same holds for every generated
+token, except for tokens of branches that their samples have left.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def count_tool_tokens(groups: Sequence[Group]) -> int:
 
 @dataclass(slots=True)
 class Counters:
-    """Counts of a pool over the whole training run. Tokens are of the model, unless their name says otherwise."""
+    """Counts of a pool over the whole training run. Tokens are the model's, unless the name says otherwise."""
 
     groups_admitted: int = 0
     groups_taken: int = 0
@@ -32,7 +32,7 @@ class Counters:
     tokens_taken: int = 0
     tokens_rejected: int = 0
     tokens_branched: int = 0  # of branches that their samples have left
-    tool_tokens_held: int = 0  # of the groups in the pool, from tools
+    tool_tokens_held: int = 0  # tokens of tools in the groups of the pool
 
     @property
     def tokens_held(self) -> int:
@@ -44,14 +44,14 @@ class Counters:
         return self.tokens_generated - self.tokens_taken - self.tokens_rejected - self.tokens_branched
 
     def take(self, groups: Sequence[Group], *, undo: bool = False) -> None:
-        """Count groups that leave the pool for training, or return from there."""
+        """Count groups that leave the pool for training; with `undo`, groups that return to it."""
         sign = -1 if undo else 1
         self.groups_taken += sign * len(groups)
         self.tokens_taken += sign * count_tokens(groups)
         self.tool_tokens_held -= sign * count_tool_tokens(groups)
 
     def reject(self, groups: Sequence[Group], *, undo: bool = False) -> None:
-        """Count groups that leave the pool without being trained, or return."""
+        """Count groups that leave the pool untrained; with `undo`, groups that return to it."""
         sign = -1 if undo else 1
         self.groups_rejected += sign * len(groups)
         self.tokens_rejected += sign * count_tokens(groups)
@@ -63,7 +63,7 @@ class Counters:
         self.tool_tokens_held += entered.num_tool_tokens - left.num_tool_tokens
 
     def continued_with(self, groups: Sequence[Group]) -> Counters:
-        """The counters of a pool that holds `groups` and took and rejected as much as this pool."""
+        """Counters for a pool that holds `groups`, with the taken and rejected counts of these counters."""
         return replace(
             self,
             groups_admitted=self.groups_taken + self.groups_rejected + len(groups),
@@ -72,7 +72,7 @@ class Counters:
         )
 
     def check(self, groups: Sequence[Group]) -> None:
-        """Raise [`PoolError`] unless `groups` are exactly those still in the pool."""
+        """Raise [`PoolError`] unless the counts match `groups`, all groups still in the pool."""
         if self.groups_admitted != self.groups_taken + self.groups_rejected + len(groups):
             raise PoolError(f"A group was lost or taken twice: {self}, and {len(groups)} groups are in the pool.")
         generated, of_tools = count_tokens(groups), count_tool_tokens(groups)

@@ -1,7 +1,7 @@
 """Groups as plain data: a JSON head per group, and two arrays with all tokens and log-probabilities.
 
-In this form groups travel to another process and are stored in a checkpoint, without their dataset rows. What is
-unpacked equals what was packed, token by token, or an error is raised. Standard library only.
+In this form, groups are sent to other processes and stored in checkpoints, without their dataset rows. Unpacking
+restores every token exactly, or raises an error. Standard library only.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from .samples import Conversation, FinishReason, Group, Sample, SampleState, Sco
 
 @dataclass(frozen=True, slots=True)
 class PackedGroups:
-    """Groups in the form in which they are sent and stored."""
+    """Groups as plain data, to be sent or stored."""
 
-    heads: list[dict[str, Any]]  # everything about each group but its tokens and its row
-    token_ids: array[int]  # int32: prompt of a group, then the completions of its samples, group by group
-    logprobs: array[float]  # float32, of the completions in the same order
+    heads: list[dict[str, Any]]  # everything about each group except its tokens and its row
+    token_ids: array[int]  # int32; for each group the prompt, then the completions of its samples
+    logprobs: array[float]  # float32; of the completions, in the same order
 
 
 def pack(groups: Sequence[Group]) -> PackedGroups:
-    """Groups as plain data, all of it copied.
+    """Copy groups into plain data.
 
     A running sample is packed with the tokens received so far, an acting sample with its calls pending.
     """
@@ -69,9 +69,9 @@ def pack(groups: Sequence[Group]) -> PackedGroups:
 
 
 def unpack(packed: PackedGroups, rows: Sequence[dict[str, Any]], budget: Budget | None = None) -> list[Group]:
-    """The groups that were packed, with these dataset rows, and their unfinished samples parked or waiting.
+    """Rebuild packed groups with these dataset rows. Unfinished samples are parked or waiting.
 
-    They keep their `max_completion_length`; the rest of their `budget` is given by this run.
+    Groups keep their `max_completion_length`; all other limits come from `budget`.
 
     Raises:
         PoolError: If a head is malformed, or the lengths do not add up.
@@ -90,9 +90,9 @@ def unpack(packed: PackedGroups, rows: Sequence[dict[str, Any]], budget: Budget 
 
 
 def prompt_digest(row: dict[str, Any]) -> str:
-    """Digest of the row's prompt. The token ids do not serve: a chat template may contain the time of day.
+    """Digest of the row's prompt. Token ids would not do: a chat template may insert the time of day.
 
-    Of an image in it, only mode and size count; its text has the address in memory, too.
+    Only the mode and size of an image count, since its text also contains a memory address.
     """
     text = re.sub(
         r"<PIL\.\S+ image mode=(\S+) size=(\S+) at 0x[0-9A-F]+>", r"<image \1 \2>", _encode(row.get("prompt"))
@@ -101,7 +101,7 @@ def prompt_digest(row: dict[str, Any]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Value for JSON of anything that reward functions log, such as a number of NumPy or torch."""
+    """Convert a logged value for JSON: a number of NumPy or torch becomes a plain number, other values become text."""
     try:
         return value.item()
     except (AttributeError, ValueError, RuntimeError):
@@ -161,7 +161,7 @@ def _take(values: array[Any], stream: BytesIO, count: int) -> array[Any]:
 
 
 def _showable(value: Any) -> Any:
-    """Value that a reward function logged, as JSON holds it."""
+    """Convert a value that a reward function logged to the types of JSON."""
     try:
         return json.loads(json.dumps(value, default=plain))
     except (RecursionError, TypeError, ValueError):  # keys that are not strings, or a list that contains itself

@@ -1,7 +1,7 @@
 """The pool: every admitted group is here, in exactly one state, until it is taken for training.
 
-The cache of partial samples is not a second store: it is the pool's parked samples. So "nothing lost, nothing twice"
-is an invariant of a single object. The pool never waits and reads no clock.
+The cache of partial samples is no second store: parked samples stay in the pool. So a single object ensures that no
+sample is lost or used twice. The pool never waits and reads no clock.
 
 An illegal transition raises [`PoolError`] and changes nothing.
 """
@@ -30,14 +30,14 @@ class Pool(SampleStates):
         max_staleness (`int` or `None`, *optional*, defaults to `5`): Bound on the staleness of a token in policy
             versions: version at training minus version at sampling. `None` lifts the bound.
         staleness_policy (`str`, *optional*, defaults to `"wait"`): `"wait"` makes the bound a guarantee: a round stays
-            open for the groups that fall due. `"mask"` and `"ignore"` let tokens pass the bound.
-        versions_per_round (`int`, *optional*, defaults to `1`): The most that the policy version may advance between
-            two rounds.
+            open for the groups that fall due. `"mask"` and `"ignore"` let tokens exceed the bound.
+        versions_per_round (`int`, *optional*, defaults to `1`): Largest advance of the policy version between two
+            rounds.
         dynamic_sampling (`bool`, *optional*, defaults to `False`): Whether a finished group counts only once it is
             scored and accepted.
-        has_tools (`bool`, *optional*, defaults to `False`): Whether samples act at the end of each turn.
-        has_environments (`bool`, *optional*, defaults to `False`): Whether an environment gives each sample its
-            prompt, after a reset.
+        has_tools (`bool`, *optional*, defaults to `False`): Whether samples act, as by tool calls, after each turn.
+        has_environments (`bool`, *optional*, defaults to `False`): Whether each sample gets its prompt from the reset
+            of an environment.
         budget ([`~trl_april.pool.budget.Budget`], *optional*): Limits of each sample in tokens.
 
     Attributes:
@@ -69,7 +69,7 @@ class Pool(SampleStates):
         self._rejected: dict[int, Group] = {}  # in this round
 
     def __len__(self) -> int:
-        """Outstanding groups of this process: admitted and not yet taken."""
+        """Number of outstanding groups of this process: admitted and not yet taken."""
         return len(self._groups)
 
     def __iter__(self) -> Iterator[Group]:
@@ -104,8 +104,8 @@ class Pool(SampleStates):
     ) -> Group:
         """Add a group for the next dataset row; other processes add its id to their schedules.
 
-        Age is the order of the ids, so they must ascend. `max_completion_length` replaces the limit of the pool's
-        budget. Checkpoints name the dataset row by `row_index`.
+        Ids must ascend, since they define the age of groups. `max_completion_length` replaces the limit in the pool's
+        budget. Checkpoints refer to the dataset row by `row_index`.
         """
         budget = self.budget
         if max_completion_length is not None:
@@ -125,7 +125,7 @@ class Pool(SampleStates):
         return group
 
     def new_samples(self, group_id: int, count: int) -> list[Sample]:
-        """Samples without tokens, for a new group."""
+        """Create `count` samples without tokens, for a new group."""
         return [
             Sample(
                 group_id,
@@ -151,14 +151,14 @@ class Pool(SampleStates):
         return [group for group in self if group.score is None and group.is_finished]
 
     def accept(self, group: Group, score: Score) -> None:
-        """Count a finished group towards the quota: its rewards differ."""
+        """Set the score of a finished group, and count the group towards the quota."""
         self._set_score(group, score)
         self.schedule.finish(group.group_id)
 
     def reject(self, group: Group, score: Score) -> None:
-        """Remove a finished group whose rewards are all equal, which makes room for another.
+        """Remove a finished group whose rewards are all equal, to make room for a replacement.
 
-        It can be brought back by [`~Pool.readmit`] until the next round begins.
+        Until the next round begins, [`~Pool.readmit`] can bring the group back.
         """
         self._set_score(group, score)
         self.schedule.reject(group.group_id)
@@ -166,9 +166,9 @@ class Pool(SampleStates):
         self._rejected[group.group_id] = self._groups.pop(group.group_id)
 
     def readmit(self, count: int) -> int:
-        """Bring back the oldest `count` groups that this round rejected in all processes, as accepted groups.
+        """Bring back the oldest `count` rejected groups of this round, over all processes, as accepted groups.
 
-        Returns how many of them are in this pool.
+        Returns how many of these groups belong to this pool.
         """
         here = [self._rejected.pop(i) for i in self.schedule.readmit(count) if i in self._rejected]
         self._groups = dict(sorted([*self._groups.items(), *((group.group_id, group) for group in here)]))
@@ -178,7 +178,7 @@ class Pool(SampleStates):
     def withdraw(self, count: int) -> list[int]:
         """Remove the youngest `count` groups, which training can no longer use, and count them as rejected.
 
-        Returns their ids, including groups of other processes.
+        Returns the ids of the removed groups of all processes.
         """
         youngest = self.schedule.ids[len(self.schedule) - count :]
         here = [self._groups[group_id] for group_id in youngest if group_id in self._groups]
@@ -195,7 +195,7 @@ class Pool(SampleStates):
     # Delivery
 
     def learn(self, finished: Iterable[int]) -> None:
-        """Mark groups of any process as finished. Without this, a pool knows only about its own."""
+        """Mark groups of any process as finished. Otherwise a pool knows only the finished groups of its process."""
         finished = list(finished)
         for group_id in finished:
             group = self._groups.get(group_id)
@@ -208,7 +208,7 @@ class Pool(SampleStates):
     def take(self) -> list[Group]:
         """Remove the batch for training: the oldest finished groups, exactly `quota` over all processes.
 
-        Returns its groups in this pool, oldest first.
+        Returns the groups of the batch that are in this pool, oldest first.
         """
         taken = [self._groups.pop(group_id) for group_id in self.schedule.deliver() if group_id in self._groups]
         self.counters.take(taken)
@@ -247,9 +247,9 @@ class Pool(SampleStates):
         version: int | None,
         last_id: int,
     ) -> None:
-        """Put saved groups of all processes, by ascending id, into this empty pool, which keeps the groups it `owns`.
+        """Fill this empty pool from saved groups of all processes, by ascending id. It keeps the groups it `owns`.
 
-        `counters` say how many were taken and rejected before.
+        `counters` hold the groups and tokens that were taken and rejected before.
         """
         if self.counters.groups_admitted or self.schedule.last_id >= 0:
             raise PoolError("A state can only be loaded into an empty pool.")

@@ -7,7 +7,7 @@ admit -> WAITING -> start -> RUNNING -> finish -> FINISHED -> take
                        +----- PARKED                                             reject
 ```
 
-With tools, a request ends a turn, which may not be the last. A parked sample whose calls are pending acts again:
+With tools, the end of a request ends a turn, not always the sample. A parked sample with pending calls acts again:
 
 ```
 RUNNING -> finish -> ACTING -> act_ended -> FINISHED, or PARKED for the next turn
@@ -16,13 +16,13 @@ RUNNING -> finish -> ACTING -> act_ended -> FINISHED, or PARKED for the next tur
                       PARKED
 ```
 
-With environments, a new sample first acts, too, until its environment is reset:
+With environments, a new sample also acts first, until its environment is reset:
 
 ```
 WAITING -> start -> ACTING -> reset_ended -> WAITING
 ```
 
-An agent may rewrite its conversation. An acting sample is then replaced by a sample with the tokens of that branch:
+An agent may rewrite its conversation. The acting sample is then replaced by a sample with the tokens of the branch:
 
 ```
 ACTING -> branch -> WAITING, or PARKED if it has tokens
@@ -43,7 +43,7 @@ from .schedule import Schedule
 
 
 class SampleStates:
-    """The samples of one process and their states. Schedule and counters follow each transition."""
+    """The samples of one process and their states. Schedule and counters are updated with each transition."""
 
     def __init__(self, schedule: Schedule, *, dynamic_sampling: bool) -> None:
         self.schedule, self.counters = schedule, Counters()
@@ -63,9 +63,9 @@ class SampleStates:
         sample.state = SampleState.ACTING if sample.must_act else SampleState.RUNNING
 
     def hold(self, version: int) -> None:
-        """Let running requests live through a weight sync, to continue under `version`.
+        """Keep running requests through a weight sync. They continue under `version`.
 
-        Tokens sampled before the sync may arrive later. Each is recorded with the version that sampled it.
+        Tokens sampled before the sync may arrive after it. Each token is recorded with the version that sampled it.
         """
         if self.schedule.version is None or version < self._newest_version:
             raise PoolError(
@@ -77,10 +77,10 @@ class SampleStates:
     def record(
         self, sample: Sample, token_ids: Sequence[int], logprobs: Sequence[float], version: int | None = None
     ) -> None:
-        """Append new tokens of a running sample, each with its log-probability when it was sampled.
+        """Append new tokens of a running sample, each with its log-probability at sampling time.
 
         `version` is the policy version that sampled the tokens. By default it is the version of the round; only held
-        requests have others. Malformed tokens raise [`EngineError`], and none of them is recorded.
+        requests have other versions. Malformed tokens raise [`EngineError`], and none of them is recorded.
         """
         group = self._expect(sample, SampleState.RUNNING)
         assert self.schedule.version is not None  # samples run only within a round
@@ -97,7 +97,7 @@ class SampleStates:
         self.counters.tokens_generated += len(token_ids)
 
     def finish(self, sample: Sample, reason: FinishReason) -> None:
-        """Mark `sample` as complete, or with tools as acting: its request ended by itself."""
+        """Mark `sample` as complete, or with tools as acting, after its request ended without an abort."""
         group = self._expect(sample, SampleState.RUNNING)
         if not len(sample):
             raise PoolError(f"The request of {sample} finished without a token, so there is nothing to train on.")
@@ -120,9 +120,9 @@ class SampleStates:
         columns: dict[str, Any] | None = None,
         turn_limit: int | None = None,
     ) -> None:
-        """Append what followed the turn of an acting sample, and mark it as complete or parked.
+        """Append the results of an acting sample's turn, and mark the sample as complete or parked.
 
-        `messages` are the assistant's message and the results of its calls; `token_ids` are these results. A sample
+        `messages` are the assistant's message and the results of its calls; `token_ids` encode the results. A sample
         without remaining budget is complete. See [`~trl_april.rollout.acting.TurnResult`].
         """
         group = self._expect(sample, SampleState.ACTING)
@@ -148,7 +148,7 @@ class SampleStates:
         environment: Any = None,
         turn_limit: int | None = None,
     ) -> None:
-        """Set the prompt of an acting sample, whose environment was reset, and mark it as waiting."""
+        """Set the prompt of an acting sample after the reset of its environment, and mark the sample as waiting."""
         self._expect(sample, SampleState.ACTING)
         conversation = sample.conversation
         assert conversation is not None and conversation.awaits_reset
@@ -157,9 +157,9 @@ class SampleStates:
         conversation.awaits_reset, sample.state = False, SampleState.WAITING
 
     def branch(self, sample: Sample, branch: Sample) -> None:
-        """Replace an acting sample by a branch of its conversation, which waits for its next turn.
+        """Replace an acting sample by another branch of its conversation, ready for the next turn.
 
-        Tokens that only `sample` has are counted, and a branch that is entered again brings its tokens back.
+        Tokens that only `sample` has count as branched. A branch that is entered again brings its tokens back.
         """
         group = self._expect(sample, SampleState.ACTING)
         if branch.key != sample.key or branch.must_act or group.remaining_in_turn(branch) < 1:
@@ -171,9 +171,9 @@ class SampleStates:
         self.counters.branch(sample, branch)
 
     def park(self, sample: Sample) -> None:
-        """Keep the tokens of `sample` after its request was aborted or its calls failed, to be resumed.
+        """Park `sample` with its tokens after its request was aborted or its calls failed, to be resumed.
 
-        A running sample without remaining budget, or whose turn is complete, is finished instead.
+        A running sample without tokens left in its budget or turn is finished instead.
         """
         group = self._expect(sample, SampleState.RUNNING, SampleState.ACTING)
         if sample.state is SampleState.RUNNING and group.remaining_in_turn(sample) < 1:

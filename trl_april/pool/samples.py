@@ -1,6 +1,6 @@
-"""Groups, samples and segments: what a dataset row becomes on its way to a training batch.
+"""Groups, samples and segments: the completions of dataset rows on their way to a training batch.
 
-Invariant: tokens only append, and `len(token_ids) == len(logprobs) == sum(segment.length)` after every
+Invariant: tokens are only appended, and `len(token_ids) == len(logprobs) == sum(segment.length)` after every
 [`Sample.append`]. Transitions between states belong to [`~trl_april.pool.sample_states.SampleStates`].
 """
 
@@ -17,8 +17,8 @@ from ..errors import EngineError, PoolError
 from .budget import Budget
 
 
-# A certain token has log-probability 0, which the difference of two large logits misses by a few units in the last
-# place. A larger value is most likely a logit, and the off-policy correction would be wrong.
+# A token with probability 1 has log-probability 0, which the difference of two large logits misses by a few units in
+# the last place. A larger value is most likely a logit, and would corrupt the off-policy correction.
 LOGPROB_ROUNDING = 1e-3
 
 
@@ -43,8 +43,8 @@ class SampleState(StrEnum):
 class Segment:
     """A run of `length` tokens that a request generated under a single policy version, or that a tool returned.
 
-    A policy version is the `trainer.state.global_step` of a weight sync. Tokens of a tool or an environment have none:
-    they have log-probability 0.0, and count for no staleness, loss or correction.
+    A policy version is the `trainer.state.global_step` of a weight sync. Tokens of a tool or an environment have no
+    version: their log-probability is 0.0, and staleness, loss and correction ignore them.
     """
 
     version: int | None
@@ -55,19 +55,19 @@ class Segment:
 class Conversation:
     """The turns of a sample that alternates between the model and tools, and the state of its environment."""
 
-    # After the prompt, of complete turns. Like the prompt, in the form of `data.row_json`.
+    # Messages of complete turns, after the prompt. Like the prompt, in the form of `data.row_json`.
     messages: list[dict[str, Any]] = field(default_factory=list)
     turn_start: int = 0  # index of the first completion token of the current turn
     iterations: int = 0  # turns whose tools were called
     calls: int = 0  # tool calls so far
-    failures: int = 0  # of them, those that failed
+    failures: int = 0  # failed calls among them
     turn_ended: FinishReason | None = None  # why the current turn ended, until its calls have run
-    turn_limit: int | None = None  # most tokens of the current turn, if less than the budget
+    turn_limit: int | None = None  # maximum tokens of the current turn, if below the budget
     awaits_reset: bool = False  # whether the environment must be reset first
     prompt: list[dict[str, Any]] | None = None  # messages, if they differ from the dataset row's
-    prompt_ids: list[int] | None = None  # if the environment was reset; the group then has none
-    environment: Any = None  # its state after the last complete turn, if it can be saved: JSON-like
-    columns: dict[str, Any] | None = None  # that its rollout function returned for reward functions: JSON-like
+    prompt_ids: list[int] | None = None  # set by the reset of the environment; the group then has none
+    environment: Any = None  # state after the last complete turn, JSON-like, if it can be saved
+    columns: dict[str, Any] | None = None  # of its rollout function, for reward functions; JSON-like
 
     def next_turn(
         self,
@@ -98,7 +98,7 @@ class Sample:
     `token_ids` (`int32`) are the completion tokens so far, as the engine returned them, and `logprobs` (`float32`,
     nats) the log-probability of each under the policy that sampled it. `segments` are the runs of tokens by policy
     version, in order; with `segment_open` the last segment belongs to the current request, and still grows.
-    `finish_reason` is set exactly when `state` is `FINISHED`. `conversation` has its turns, if tools may be called.
+    `finish_reason` is set exactly when `state` is `FINISHED`. `conversation` has the turns, if tools may be called.
     """
 
     group_id: int
@@ -110,12 +110,12 @@ class Sample:
     finish_reason: FinishReason | None = None
     segment_open: bool = False
     conversation: Conversation | None = None
-    images: dict[int, Any] = field(default_factory=dict)  # beyond the group's, as the engine takes them; not saved
+    images: dict[int, Any] = field(default_factory=dict)  # in addition to the group's, in the engine's form; not saved
 
     def append(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int | None) -> None:
-        """Append tokens that the current request generated under `version`: all of them, or none and an error.
+        """Append tokens that the current request generated under `version`. On an error, none of them is appended.
 
-        A new request or a new version opens a new segment. Without a version they are tokens of a tool.
+        A new request or a new version opens a new segment. Tokens without a version come from a tool.
         """
         if len(token_ids) != len(logprobs):
             raise EngineError(
@@ -188,12 +188,12 @@ class Sample:
 
     @property
     def pending_calls(self) -> bool:
-        """Whether its turn has ended, and the calls in it have not run."""
+        """Whether the current turn has ended, and its calls have not run."""
         return self.conversation is not None and self.conversation.turn_ended is not None
 
     @property
     def must_act(self) -> bool:
-        """Whether pending calls or the reset of its environment come before its next request."""
+        """Whether pending calls or the reset of the environment must run before the next request."""
         return self.pending_calls or (self.conversation is not None and self.conversation.awaits_reset)
 
 
@@ -202,7 +202,7 @@ class Score:
     """Rewards of a group that was scored during generation."""
 
     rewards: list[list[float]]  # by sample and reward function; NaN where a function returned `None`
-    extra: dict[str, list[Any]] = field(default_factory=dict)  # columns that they logged, a value per sample
+    extra: dict[str, list[Any]] = field(default_factory=dict)  # columns logged by reward functions, a value per sample
 
 
 @dataclass(slots=True, eq=False)
@@ -211,7 +211,7 @@ class Group:
 
     `group_id` is the position of the row in training order, from 0, and `row_index` its index in the training dataset,
     or `None` for a row of a stream. `prompt_ids` are the token ids of the prompt; with environments they are empty,
-    and each sample has its own. `budget` limits the tokens of each sample, over all its segments.
+    and each sample has a separate prompt. `budget` limits the tokens of each sample, over all its segments.
     `start_version` is the policy version of the round that admitted the group: no token is older. `score` is set once
     the group is scored during generation.
     """
@@ -224,7 +224,7 @@ class Group:
     samples: list[Sample]
     score: Score | None = None
     row_index: int | None = None
-    images: dict[int, Any] = field(default_factory=dict)  # of the prompt, as the engine takes them; not saved
+    images: dict[int, Any] = field(default_factory=dict)  # of the prompt, in the engine's form; not saved
 
     @property
     def state(self) -> SampleState:
@@ -241,11 +241,11 @@ class Group:
         return self.prompt_ids if own is None else own
 
     def budget_of(self, sample: Sample) -> int:
-        """The most completion tokens of `sample`, including tokens of tools."""
+        """Maximum number of completion tokens of `sample`, including tokens of tools."""
         return self.budget.after(len(self.prompt_ids_of(sample)))
 
     def remaining(self, sample: Sample) -> int:
-        """Tokens that `sample` may still get."""
+        """Completion tokens left in the budget of `sample`."""
         return self.budget_of(sample) - len(sample)
 
     def remaining_in_turn(self, sample: Sample) -> int:

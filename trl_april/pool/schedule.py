@@ -1,7 +1,7 @@
 """The schedule: which groups are outstanding in all processes, and when a round may close.
 
-A pool holds the groups of its process. Target, quota and staleness bound hold for the groups of all processes, and
-need only their ids, their start versions and which are finished. Invariant: processes that admitted the same ids and
+A pool holds the groups of its process. Target, quota and staleness bound apply to the groups of all processes, and
+depend only on ids, start versions and which groups are finished. Invariant: processes that admitted the same ids and
 learned of the same finished groups compute the same room, the same requirements and the same batch.
 """
 
@@ -17,8 +17,8 @@ from ..errors import ConfigError, PoolError
 from .staleness import check_bound
 
 
-READY_ROUNDS = 8  # rounds in a row that open with more finished groups than they need, before groups are withheld
-READY_MARGIN = 0.25  # of a batch: finished groups that a round may have left over
+READY_ROUNDS = 8  # consecutive rounds that open with too many finished groups before groups are withheld
+READY_MARGIN = 0.25  # share of a batch: finished groups that may be left over
 
 
 class Requirement(NamedTuple):
@@ -48,18 +48,18 @@ class Schedule:
         self.bound = max_staleness if staleness_policy == "wait" else None  # guaranteed, not only observed
         self.versions_per_round = versions_per_round
         self._staleness_policy = staleness_policy
-        self.target = self.capacity = 0  # groups that may be outstanding: now, and at most so far
+        self.target = self.capacity = 0  # limit on outstanding groups, and its highest value so far
         self.set_target(over_provisioning)
         self.version: int | None = None  # of the current round
         self.last_id = -1  # youngest group admitted so far
         self.finished: list[int] = []  # groups that can be taken, as far as known here, ascending
         self.rejected: dict[int, int] = {}  # start versions of the groups rejected in this round, by id
         self.delivered: list[int] = []  # the last batch, oldest first
-        self.surplus_share = 1.0  # of the groups beyond a batch that may be admitted; falls as training ends
-        self.withheld = 0  # groups that the pool has fewer than its target, because the trainer is the bottleneck
-        self._surplus = deque[int](maxlen=READY_ROUNDS)  # finished groups beyond the batch, as the last rounds opened
+        self.surplus_share = 1.0  # share of groups beyond a batch to admit; falls towards the end of training
+        self.withheld = 0  # groups withheld from the target, because the trainer is the bottleneck
+        self._surplus = deque[int](maxlen=READY_ROUNDS)  # finished groups beyond a batch, when each round opened
         self._start_versions: dict[int, int] = {}  # of the outstanding groups; ids and versions ascend
-        # Outstanding groups by start version: to count them at the end of each sample would be quadratic.
+        # Outstanding groups by start version. Counting them again whenever a sample ends would be quadratic.
         self._outstanding: Counter[int] = Counter()
 
     def __len__(self) -> int:
@@ -79,10 +79,10 @@ class Schedule:
         return self._start_versions[group_id]
 
     def set_target(self, over_provisioning: float) -> None:
-        """Change the target between rounds, in all processes alike.
+        """Change the target between rounds, to the same value in all processes.
 
-        Above a lowered target, no group is admitted until enough were delivered. A factor that the staleness bound
-        does not allow raises [`ConfigError`] and changes nothing.
+        After the target was lowered, no group is admitted until enough groups were delivered. A factor that the
+        staleness bound does not allow raises [`ConfigError`] and changes nothing.
         """
         check_bound(over_provisioning, self.max_staleness, self._staleness_policy, self.versions_per_round)
         self.over_provisioning = over_provisioning
@@ -108,9 +108,9 @@ class Schedule:
     def withhold(self) -> None:
         """Lower the number of groups to admit if the trainer is the bottleneck, or raise it again.
 
-        Call it at the beginning of a round, when all processes know the same finished groups, and only if requests
-        run between rounds. Finished groups that wait for a slow trainer age without need. So groups that none of the
-        last rounds needed are withheld. A round that lacks groups releases as many. A round that waits for a group
+        Call it at the beginning of a round, when all processes know the same finished groups, and only if requests run
+        between rounds. Finished groups that wait for a slow trainer age needlessly, so groups that none of the last
+        rounds needed are withheld. A round that lacks finished groups releases as many. A round that waits for a group
         that falls due releases all, since its surplus comes from the wait, not from a slow trainer.
         """
         surplus, missing = len(self.finished) - self.quota, len(self.needed())
@@ -126,23 +126,23 @@ class Schedule:
 
     @property
     def _aim(self) -> int:
-        """Groups that admission fills the pool up to."""
+        """Number of outstanding groups up to which admission fills the pool."""
         surplus = math.ceil(self.surplus_share * (self.target - self.quota)) - self.withheld
         return self.quota + max(0, surplus)
 
     @property
     def room(self) -> int:
-        """Groups worth admitting now: up to the target, and none if surplus already meets the quota.
+        """Number of groups to admit now: up to the target, and 0 if surplus already meets the quota.
 
-        A group admitted to such a round would be aborted before its first token.
+        In that case, a new group would be aborted before its first token.
         """
         return 0 if self.quota_met else max(0, self._aim - len(self))
 
     @property
     def room_ahead(self) -> int:
-        """Groups worth admitting between two rounds, to be generated while the last batch is trained.
+        """Number of groups to admit between two rounds, to be generated while the last batch is trained.
 
-        They are a round older than groups admitted by the next round, so the bound allows a batch fewer.
+        These groups are a round older than groups admitted by the next round, so the bound allows one batch less.
         """
         most = self._aim
         if self.bound is not None:
@@ -150,7 +150,7 @@ class Schedule:
         return max(0, most - len(self))
 
     def admit(self, group_id: int) -> None:
-        """Add the next group, whichever process it belongs to."""
+        """Add the next group, which may belong to any process."""
         if self.version is None:
             raise PoolError("begin_round must be called before the first group is admitted.")
         if group_id <= self.last_id:
@@ -166,7 +166,7 @@ class Schedule:
         insort(self.finished, group_id)
 
     def learn(self, finished: Iterable[int]) -> None:
-        """Mark outstanding groups of any process as finished, including groups already known."""
+        """Mark outstanding groups of any process as finished. Groups that are marked already may be included."""
         reported = set(finished)
         for group_id in reported:
             if group_id not in self:
@@ -198,7 +198,7 @@ class Schedule:
     def restore(
         self, start_versions: dict[int, int], finished: Iterable[int], *, version: int | None, last_id: int
     ) -> None:
-        """Put saved groups on an empty schedule."""
+        """Fill an empty schedule with saved groups."""
         self._start_versions, self._outstanding = dict(start_versions), Counter(start_versions.values())
         self.finished = sorted(finished)
         self.version, self.last_id = version, last_id
@@ -209,9 +209,9 @@ class Schedule:
         """Numbers of finished groups that the round waits for: the quota, and groups that fall due.
 
         A group with start version `b` can wait for `(b + bound - version) // versions_per_round` more rounds. So for
-        every j, at most `j * quota` of the groups left may have j rounds or fewer to go: of the groups started under
-        `b` or before, all but `j * quota` must be finished now. Rounds deliver the oldest first, so this is earliest
-        deadline first. If it holds at the end of every round it stays feasible, since admission keeps to the target.
+        every j, at most `j * quota` of the remaining groups may have j rounds or fewer left: of the groups started
+        under `b` or before, all but `j * quota` must be finished now. Rounds deliver the oldest groups first, so this
+        is earliest deadline first. A round that meets this leaves it feasible, since admission keeps to the target.
         """
         assert self.version is not None
         requirements = [Requirement(self.version, self.quota)]
@@ -226,29 +226,29 @@ class Schedule:
         return requirements
 
     def needed(self) -> list[int]:
-        """The groups that the round cannot close without: the oldest unfinished, as many as it waits for."""
+        """Ids of the groups that must finish before the round closes: as many of the oldest as are missing."""
         missing = max(count - self.num_finished(start_version) for start_version, count in self.requirements())
         finished = set(self.finished)
         return [group_id for group_id in self._start_versions if group_id not in finished][: max(0, missing)]
 
     def num_finished(self, start_version: int) -> int:
-        """Finished groups with this start version or older, as far as known here."""
+        """Number of finished groups with this or an older start version, as far as this process knows."""
         return bisect_right(self.finished, start_version, key=self._start_versions.__getitem__)
 
     @property
     def quota_met(self) -> bool:
-        """Whether the round may close: enough groups are finished, and every group that falls due is."""
+        """Whether the round may close: enough groups are finished, including every group that falls due."""
         return self.may_close()
 
     def may_close(self, filled_with: int = 0) -> bool:
-        """Whether the round may close if `filled_with` groups rejected in this round fill up the quota."""
+        """Whether the round may close if `filled_with` rejected groups of this round count towards the quota."""
         if len(self.finished) + filled_with < self.quota:
             return False
         _, *due = self.requirements()
         return all(self.num_finished(start_version) >= count for start_version, count in due)
 
     def fits(self, also: int = 0) -> bool:
-        """Whether all groups can be trained in time if the next round, and `also` groups more, are the oldest."""
+        """Whether all groups can be trained in time if the oldest are delivered next: the quota and `also` more."""
         return all(count <= self.quota + also for _, count in self.requirements())
 
     def deliver(self) -> list[int]:

@@ -1,6 +1,6 @@
 """Checks of the over-provisioning factor and the staleness bound.
 
-Invariant: with `staleness_policy="wait"`, no combination passes that a pool could not guarantee.
+Invariant: with `staleness_policy="wait"`, only combinations pass whose bound a pool can guarantee.
 """
 
 from __future__ import annotations

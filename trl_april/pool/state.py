@@ -1,7 +1,7 @@
-"""State of a pool as plain data, and back, also into the pools of another number of processes.
+"""Save a pool as plain data, and restore it, also into the pools of another number of processes.
 
-A state is restored whole or not at all, and every group of the saved pools is in exactly one of the restored ones.
-Checkpoints have checksums, so a state is verified against this run, not against damage. Standard library only.
+A state is restored completely or not at all, and every saved group is in exactly one restored pool. Checkpoints have
+checksums, so a state is checked against this run, not for damage. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SAME_DATASET = "Completions are kept for rows that are read again: resume with 
 
 
 def state_dict(pool: Pool, in_training: Sequence[Group] = ()) -> dict[str, Any]:
-    """Everything in the pool as plain data. Requests and tools are not disturbed, and their samples stored as parked.
+    """The content of the pool as plain data. Requests and tools continue, and their samples are stored as parked.
 
     Groups `in_training` were taken but not yet fully trained. They are stored as if they had not been taken.
     """
@@ -57,19 +57,19 @@ def restore(
     num_reward_funcs: int | None = None,
     restore_environments: Callable[[Sequence[Group]], Sequence[Sample]] = lambda groups: (),
 ) -> list[Group]:
-    """Put saved groups into an empty pool, which keeps its own options. Returns the groups of other pools.
+    """Put saved groups into an empty pool, which keeps its options. Returns the groups that belong to other pools.
 
     `states` are the [`state_dict`] of all processes that saved, and `read_row` returns the row of the training dataset
     at an index; rows of a stream are part of the state. `version` is the policy version of the weights that training
-    continues with, by default that of the last round. The pool keeps the groups that it `owns`. One of the pools
-    `has_totals`: it continues the counters of taken and rejected groups. The youngest `surplus` groups, which training
-    can no longer use, count as rejected. A group that was scored by another number of reward functions than
-    `num_reward_funcs` loses its score. `restore_environments` is called with the groups of this pool, and returns
-    samples that replace saved samples whose environments are lost.
+    continues with, by default the version of the last round. The pool keeps the groups that it `owns`. One of the
+    pools `has_totals` and continues the counters of taken and rejected groups. The youngest `surplus` groups, which
+    training can no longer use, count as rejected. A group that was not scored by `num_reward_funcs` reward functions
+    loses its score. `restore_environments` is called with the groups of this pool, and returns samples that replace
+    saved samples whose environments are lost.
 
     Raises:
-        PoolError: If the pool is not empty, the states contradict each other, are of another dataset or of later
-            weights, or cannot be kept within the staleness bound. The pool is then unchanged.
+        PoolError: If the pool is not empty, the states contradict each other, come from another dataset or later
+            weights, or cannot be trained within the staleness bound. The pool is then unchanged.
     """
     moments = sorted({(-1 if state["version"] is None else state["version"], state["last_id"]) for state in states})
     if len(moments) > 1:
@@ -96,10 +96,10 @@ def restore(
             group.score = None
 
     in_training = sorted({group_id for state in states for group_id in state["in_training"]} & groups.keys())
-    # Saved in the middle of a step, the batch in training is delivered again by a round that ages nothing.
+    # After a save in the middle of a step, the batch in training is delivered again, without a new version.
     again = len(in_training) if version == saved_version else 0
     if version is not None and not _fits(pool, groups, version, again):
-        # The batch in training is generated anew where another round would make it, or the groups it delays, too old.
+        # Generate the batch in training anew if delivering it again would make it, or the groups it delays, too old.
         for group_id in in_training:
             old, last_id = groups.pop(group_id), last_id + 1
             samples = pool.new_samples(last_id, len(old.samples))
@@ -149,7 +149,7 @@ def _read(index: int, read_row: Callable[[int], dict[str, Any]] | None) -> dict[
 
 
 def _fits(pool: Pool, groups: dict[int, Group], version: int, again: int) -> bool:
-    """Whether the groups can be trained in time, with `again` of them delivered by rounds that age nothing."""
+    """Whether the groups can be trained in time, with `again` of them delivered without a new policy version."""
     schedule = copy(pool.schedule)
     start_versions = {group_id: group.start_version for group_id, group in groups.items()}
     schedule.restore(start_versions, (), version=version, last_id=-1)

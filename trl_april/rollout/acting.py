@@ -1,7 +1,7 @@
 """Acting samples: their tool calls, or the resets of their environments, run in threads.
 
-Invariant: each call of `act` is delivered to the event loop exactly once, however the round ends. The result is
-dropped if the sample has left the pool meanwhile.
+Invariant: the result of each call of `act` is delivered to the event loop exactly once, however the round ends. The
+result is dropped if the sample has left the pool in the meantime.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .user_code import DaemonThreads
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """What follows a turn of the model."""
+    """The result of acting after a turn of the model."""
 
     messages: list[dict[str, Any]]  # the assistant's message, then the results of its calls
     token_ids: list[int]  # the results as the chat template renders them, up to where the assistant answers
@@ -31,18 +31,18 @@ class TurnResult:
     is_complete: bool = True  # the sample ends here: no call, no iteration left, or the results do not fit
     environment: Any = None  # state of its environment, to be saved
     columns: dict[str, Any] | None = None  # of the sample, for reward functions
-    turn_limit: int | None = None  # most tokens of the next turn
-    branch: Sample | None = None  # that replaces the sample, and the rest of this result
+    turn_limit: int | None = None  # maximum tokens of the next turn
+    branch: Sample | None = None  # replaces the sample; the rest of this result is then ignored
 
 
 @dataclass(frozen=True, slots=True)
 class ResetResult:
-    """What an environment gives a sample at its start."""
+    """The result of the reset of a sample's environment."""
 
     prompt: list[dict[str, Any]] | None  # messages, if they differ from the dataset row's
     prompt_ids: list[int]
     environment: Any = None  # state of the environment, to be saved
-    turn_limit: int | None = None  # most tokens of the first turn
+    turn_limit: int | None = None  # maximum tokens of the first turn
 
 
 # Called in a daemon thread; reads the sample, changes nothing.
@@ -95,7 +95,7 @@ class Acting:
         result.add_done_callback(lambda result: self._finished(step))
 
     def begin(self, group: Group, sample: Sample) -> None:
-        """Run the reset of a new sample, or again the pending calls of a parked sample."""
+        """Run the reset of a new sample, or repeat the pending calls of a parked sample."""
         self.num_repeated += sample.pending_calls
         self._pool.start(sample)
         self.start(group, sample)
@@ -113,14 +113,14 @@ class Acting:
             self._on_ended(step.group, step.group.samples[step.sample.index])  # which may be a branch
 
     def take_longest(self) -> float:
-        """Seconds of the longest step since the last call, whether it landed or not."""
+        """Duration of the longest step since the last call, ended or not, in seconds."""
         assert self._loop is not None or not self._steps
         running = [self._loop.time() - step.began for step in self._steps.values()] if self._loop else []
         longest, self._longest = max([self._longest, *running]), 0.0
         return longest
 
     def _finished(self, step: _Step) -> None:
-        """In the thread of the call."""
+        """Queue the result. Runs in the thread of the step."""
         self._done.append(step)
         assert self._loop is not None
         with suppress(RuntimeError):  # the loop is closed
@@ -154,20 +154,20 @@ class Acting:
 
 
 class Full(Exception):
-    """No further environment can be opened, as an error of its factory or of `reset` says."""
+    """No further environment can be opened, according to an error of its factory or of `reset`."""
 
 
 class Places:
     """The environments of a factory, and the groups that have places among them.
 
-    Beyond the first `worth`, groups open their environments in turn. A failure then means that the limit is reached,
-    and further groups wait, the least key first. Invariant: at most a single group of several samples has environments
-    for only a part of them, so all others can finish and return their environments.
+    Beyond the first `worth` environments, groups open environments one group at a time. A failure then means that the
+    limit is reached, and further groups wait, lowest key first. Invariant: at most one group of several samples has
+    environments for only some of its samples, so all other groups can finish and return their environments.
     """
 
     def __init__(self, idle: list[Any], worth: int, *, grows: bool) -> None:
         self.idle, self._worth, self._grows = idle, worth, grows
-        self.limit: int | None = None  # how many there are, once it is known
+        self.limit: int | None = None  # maximum number of environments, once it is known
         self._ready, self._opening = len(idle), 0
         self._held: dict[Any, int] = {}  # places by group
         self._waiting: list[Any] = []  # groups, once for each sample
@@ -194,7 +194,7 @@ class Places:
             return None
 
     def opened(self, count: int = 1) -> None:
-        """Count an environment that was opened and reset; 0 ends a failed attempt, and -1 discards an environment."""
+        """Count environments that were opened and reset; 0 ends a failed attempt, and -1 discards an environment."""
         with self._changed:
             self._opening -= count >= 0
             self._ready += count
@@ -203,7 +203,7 @@ class Places:
             self._changed.notify_all()
 
     def failed(self) -> bool:
-        """Note that an environment could not be opened. Returns whether there are enough to wait for."""
+        """Record that an environment could not be opened. Returns whether enough are open to wait for one."""
         with self._changed:
             self._opening -= 1
             self._changed.notify_all()
@@ -221,7 +221,7 @@ class Places:
         """Free the places of a group whose samples are done."""
         with self._changed:
             self._held.pop(key, None)
-            self._grows = True  # the other processes have theirs
+            self._grows = True  # the other processes have their environments
             self._changed.notify_all()
 
     def _can_open(self) -> bool:

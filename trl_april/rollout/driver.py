@@ -1,7 +1,7 @@
-"""The rollout driver: runs a round from its dispatch until its quota is met, and cuts what is not finished.
+"""The rollout driver: runs a round from dispatch to its quota, and without `overlap` then cuts unfinished requests.
 
 Invariant: a round closes in all processes or in none. When [`RolloutDriver.generate`] raises, or returns without
-`overlap`, no request of this driver is running. The clock is that of the event loop, which may be simulated.
+`overlap`, no request of this driver is running. All times are on the event loop's clock, which may be simulated.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 class RolloutDriver:
     """Runs the rounds of a pool on an engine. The caller admits the groups.
 
-    Several processes share a round by its `quota`. `run_id` begins request ids and cache salts: unique per run, since
-    policy versions repeat between runs, and shared by its processes, whose prompts may have common prefixes. `round`
-    is the record of the present or last round.
+    Several processes share a round through `quota`. `run_id` is the prefix of request ids and cache salts: unique per
+    run, since policy versions repeat between runs, and equal in all processes, whose prompts may have common prefixes.
+    `round` is the record of the current or last round.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class RolloutDriver:
         resume_kv: str = "recompute",
         server_of: Callable[[str], str | None] = lambda request_id: None,  # address by request id, for several servers
         images_of: ImagesOf = no_images,
-        act: Act | None = None,  # what follows a turn of the model; the pool has tools exactly if it is given
-        threads: Executor | None = None,  # that it is called in, which the caller shuts down
+        act: Act | None = None,  # runs after a turn of the model; given exactly if the pool has tools
+        threads: Executor | None = None,  # for calls of `act`; the caller shuts them down
     ) -> None:
         self.pool = pool
         self.round: Round | None = None
@@ -59,7 +59,7 @@ class RolloutDriver:
         self._idle_timeout = idle_timeout
         self._lifecycle = RoundLifecycle()
         self._enough_since: float | None = None  # when enough groups for a batch were finished
-        self._may_filter = asyncio.Event()  # a group finished, or no request is left that could finish a group
+        self._may_filter = asyncio.Event()  # set when a group finished, or no request is left that could finish one
         self._watching: set[asyncio.Task[None]] = set()  # tasks that may close the round, besides the requests
         self._scoring: set[asyncio.Task[None]] = set()  # between two rounds; at most a single task
         self._requests = Requests(
@@ -98,9 +98,9 @@ class RolloutDriver:
         return self.take()
 
     def open_round(self) -> None:
-        """Open the pool's current round, or reopen it after an error. Finished groups count for it from here on.
+        """Open the pool's current round, or reopen it after an error. From now on, finished groups count for it.
 
-        Admit its groups first. In several processes, each must know which groups of the others are finished.
+        Admit its groups first. With several processes, each must know the finished groups of all others.
         """
         schedule = self.pool.schedule
         assert schedule.version is not None, "begin_round comes first"
@@ -127,8 +127,8 @@ class RolloutDriver:
     async def generate(self) -> Round:
         """Run the pool's current round until it may close; without `overlap`, until none of its requests runs.
 
-        Opens the round unless that was done. After an error, call it again to continue: after a `ServerError` once
-        the server is back with its weights, or after a `RoundSuspended` of this process or another.
+        Opens the round unless it is open. After an error, call it again to continue: after a `ServerError` once the
+        server is back with its weights, or after a `RoundSuspended` in any process.
         """
         lifecycle = self._lifecycle
         if not lifecycle.is_active:
@@ -136,7 +136,7 @@ class RolloutDriver:
         assert self.round is not None
         is_satisfied = lifecycle.state is RoundState.SATISFIED
         if not is_satisfied:
-            # Before the round runs: the last result in flight would close it before anything was requested.
+            # Before the round runs: later, the last result in flight would close it before any request was sent.
             self._requests.acting.land()
             lifecycle.enter(RoundState.RUNNING)
         try:
@@ -187,7 +187,7 @@ class RolloutDriver:
     async def cut(self) -> None:
         """Abort requests between two rounds, and wait for their last tokens. The weights may change afterwards.
 
-        Raises the error since the round closed, unless the server went away: the pool has all tokens that arrived.
+        Raises an error since the round closed, unless the server went away: the pool has all tokens that arrived.
         """
         try:
             await self._requests.cut()
@@ -200,18 +200,18 @@ class RolloutDriver:
             raise failure
 
     async def stop_asking(self, servers: Sequence[str] = ()) -> list[int]:
-        """Send no more requests until the next round. Returns how many have no tokens, and run on each server."""
+        """Send no requests until the next round. Returns the number without tokens, and the number on each server."""
         self._requests.stop_asking()
         return [self.without_tokens, *map(self._requests.servers.count, servers)]
 
     async def free_slots(self, full: Mapping[str | None, int]) -> None:
-        """Free slots of each full server: abort queued requests, and the request that is cheapest to resume."""
+        """Free slots of each full server: abort queued requests, and the requests that are cheapest to resume."""
         await self._requests.free_slots(full)
 
     async def hold(self, version: int, oldest: int | None = None) -> None:
         """Keep requests across the coming sync to policy version `version`, on a paused engine, or else cut them.
 
-        With `oldest`, they stay on their weights, and only requests of versions before it are cut.
+        With `oldest`, requests stay on their weights, and only requests of versions before `oldest` are cut.
         """
         if self._lifecycle.error is None:
             try:
@@ -237,7 +237,7 @@ class RolloutDriver:
 
     @property
     def _is_satisfied(self) -> bool:
-        """Whether the groups that are finished, as far as known here, suffice."""
+        """Whether enough groups are finished to close the round, as far as this process knows."""
         return self.pool.schedule.quota_met if self._dynamic is None else self._dynamic.may_close(self.pool)
 
     def _groups_finished(self) -> None:
@@ -250,7 +250,7 @@ class RolloutDriver:
             self._quota.notify()
 
     def _score_ahead(self) -> None:
-        """Between two rounds, score groups that are finished already, where that is possible."""
+        """Between two rounds, score groups that are already finished, if scoring is possible then."""
         dynamic, is_idle = self._dynamic, self._lifecycle.state is RoundState.IDLE
         if dynamic is None or not dynamic.between_rounds or not self._overlap or not is_idle:
             return
@@ -262,7 +262,7 @@ class RolloutDriver:
             pass
 
     def _note_enough(self) -> None:
-        """Note when enough groups are finished. From then on the round waits for groups that are due."""
+        """Record when enough groups are finished. From then on, the round only waits for groups that fall due."""
         if self._enough_since is None:
             finished = len(self.pool.schedule.finished) if self._quota is None else self._quota.num_finished
             if finished >= self.pool.schedule.quota:
@@ -281,7 +281,7 @@ class RolloutDriver:
     # A running round
 
     async def _run(self, record: Round) -> None:
-        """Wait until the round may close or fails. Without `overlap`, cut its requests then."""
+        """Wait until the round may close or fails. Without `overlap`, then cut its requests."""
         clock = asyncio.get_running_loop().time
         if self._requests.running:
             self._requests.record_count()
@@ -302,7 +302,7 @@ class RolloutDriver:
             if self._enough_since is not None:
                 record.due_seconds += clock() - self._enough_since
             if self._lifecycle.error is None and not self._overlap and self.pool.count(SampleState.RUNNING):
-                # To be resumed, requests that are about to finish would be prefilled again.
+                # Resuming requests that are about to finish would need another prefill.
                 await asyncio.sleep(drain_grace(clock() - record.started))
             closing_began = clock()
             if self._lifecycle.error is None and not self._overlap:
@@ -321,7 +321,7 @@ class RolloutDriver:
 
     async def _wait_for_quota(self) -> None:
         """Wait until the round closes, or fail it if the engine is silent for too long."""
-        # Not by asyncio.wait on all tasks, which takes n steps at each of n ends.
+        # asyncio.wait on all tasks would take n steps for each of the n tasks.
         while not self._lifecycle.closing.is_set():
             here, everywhere = self._progress()
             try:
@@ -342,9 +342,9 @@ class RolloutDriver:
                     )
 
     def _progress(self) -> tuple[tuple[int, int], int]:
-        """Tokens that this process received and calls of `act` that ended; and tokens of this round in all processes.
+        """Progress here (tokens received, calls of `act` ended), and tokens of this round in all processes.
 
-        After a long call, the next request may have had no time yet for a token.
+        Calls count as progress: after a long call, the next request may not have had time for a token.
         """
         here = self.pool.counters.tokens_generated, self._requests.acting.num_landed
         return here, 0 if self._quota is None else self._quota.num_tokens
@@ -392,5 +392,5 @@ class RolloutDriver:
             if has_ended:
                 self._lifecycle.close()
             if self._dynamic is not None and (replacing is None or replacing.done()):
-                # In a separate task: rows wait for a reward function, and events of other processes must not.
+                # In a separate task: rows wait for a reward function; events of other processes must not wait.
                 replacing = self._requests.track(self._replace_rejected(self._dynamic), self._watching)

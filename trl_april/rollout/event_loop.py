@@ -36,10 +36,10 @@ class BackgroundLoop:
         interval: float = 0.1,
         calls: SimpleQueue[Callable[[], Any] | None] | None = None,
     ) -> T:
-        """Run `coroutine` and return its result, with `calls` and, every `interval` seconds, `poll` in this thread.
+        """Run `coroutine` and return its result. This thread serves `calls`, and runs `poll` every `interval` seconds.
 
-        An exception in this thread, such as `KeyboardInterrupt`, cancels the coroutine, waits for its clean-up, and is
-        raised.
+        An exception in this thread, such as `KeyboardInterrupt`, cancels the coroutine, waits for its clean-up, and
+        propagates.
         """
         started, ended = threading.Event(), threading.Event()
         calls = SimpleQueue() if calls is None else calls
@@ -95,7 +95,7 @@ class BackgroundLoop:
         asyncio.set_event_loop(self._loop)
         is_stopped = False
         while not is_stopped:
-            # An exit that a task asks for ends `run_forever`, too. Those that await the task get it.
+            # An exit raised in a task also ends `run_forever`. Code that awaits the task gets the exception.
             with suppress(KeyboardInterrupt, SystemExit):
                 self._loop.run_forever()
                 is_stopped = True

@@ -15,8 +15,8 @@ class RoundState(StrEnum):
     OPEN = "open"  # finished groups count; its samples are not requested yet
     SATISFIED = "satisfied"  # its batch was finished before it opened
     RUNNING = "running"  # its samples are requested; it waits for its quota
-    CLOSING = "closing"  # it waits for nothing more; its requests are drained
-    CLOSED = "closed"  # its batch is in the pool, unless other processes differ
+    CLOSING = "closing"  # it no longer waits for its quota; its requests are drained
+    CLOSED = "closed"  # its batch is in the pool, unless processes disagree
     INTERRUPTED = "interrupted"  # it failed or was canceled, and can be reopened
 
 
@@ -36,7 +36,7 @@ class RoundLifecycle:
 
     def __init__(self) -> None:
         self.state = RoundState.IDLE
-        self.error: BaseException | None = None  # the first since the last round; ends the present or next round
+        self.error: BaseException | None = None  # the first since the last round; ends the current or next round
         self.closing = asyncio.Event()  # set when the round enters `CLOSING`
 
     @property
@@ -59,7 +59,7 @@ class RoundLifecycle:
             self.closing.set()
 
     def close(self) -> None:
-        """Wait for nothing more, if the round is running."""
+        """Stop waiting for the quota, if the round is running."""
         if self.state is RoundState.RUNNING:
             self.enter(RoundState.CLOSING)
 

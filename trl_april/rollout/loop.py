@@ -1,11 +1,11 @@
-"""The order of a round, written once: training, evaluation, simulator, benchmarks and tests drive this loop.
+"""The order of steps in a round. Training, evaluation, the simulator, benchmarks and tests all drive this loop.
 
 ```
 sync -> begin -> agree -> withhold -> admit -> open -> generate -> take -> forget -> dispatch ahead
 ```
 
-Invariants: every process delivers its part of the same batch; training is handed as many rows as it needs, however
-many groups are rejected; and the pool changes only on the event loop of the requests, or while that is paused.
+Invariants: every process delivers its part of the same batch; training gets as many rows as it needs, however many
+groups are rejected; and the pool changes only on the event loop of the requests, or while that loop is paused.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class NewGroup(Protocol):
 class RoundSteps(Protocol):
     """The steps of a round that differ between training, evaluation, simulator and tests, in their order.
 
-    Only `next_groups` has no default. The others are for a single process whose loop runs on the event loop of its
-    requests. In training the loop runs in the training thread, where every step blocks; see [`run_blocking`].
+    Only `next_groups` has no default. The other defaults are for a single process whose loop runs on the event loop of
+    its requests. In training, the loop runs in the training thread, where every step blocks; see [`run_blocking`].
     `pause`, `load`, `verify`, `agree`, `highest`, `recover` and `scatter` are collective calls.
     """
 
@@ -100,7 +100,7 @@ class RoundSteps(Protocol):
         """The groups of the next dataset rows, at most `count` over all processes."""
 
     def replacements(self, count: int) -> Sequence[NewGroup]:
-        """As many groups as were rejected, of rows beyond the plan."""
+        """Groups that replace `count` rejected groups, from rows beyond the plan."""
         return ()
 
     # Generate
@@ -116,7 +116,7 @@ class RoundSteps(Protocol):
     # Take, forget
 
     def taken(self, done: Round) -> None:
-        """Note the groups of this process that have left the pool, while the pool is paused."""
+        """Record the groups of this process that were taken for training. The pool is paused meanwhile."""
         return
 
     async def scatter(self, groups: list[Group], batch: Sequence[int]) -> list[Group]:
@@ -128,15 +128,15 @@ class RoundSteps(Protocol):
         return
 
     def change_rows(self, count: int) -> int:
-        """Plan training with `count` more rows, or with fewer; returns how many of those are in the pool already."""
+        """Plan `count` more rows, or drop rows if negative; returns how many dropped rows are already in the pool."""
         return 0
 
 
 class RoundLoop:
-    """Runs rounds, one after the other, in one process of a training run.
+    """Runs the rounds of one process of a training run, one after the other.
 
-    `quota` is shared by several processes. With `overlap`, requests run between the rounds; `keeps` says that they can
-    also last through a weight sync.
+    `quota` is shared by several processes. With `overlap`, requests run between the rounds; with `keeps`, they can
+    also continue through a weight sync.
     """
 
     def __init__(
@@ -164,8 +164,8 @@ class RoundLoop:
     async def quiesce(self, version: int) -> None:
         """Stop the requests between two rounds, or hold them on paused servers, so that the weights can change.
 
-        Held requests continue with the weights of `version` when their server resumes. Where the servers keep earlier
-        weights, nothing is paused, and requests stay on theirs.
+        Held requests continue with the weights of `version` when their server resumes. If the servers keep earlier
+        weights, nothing is paused, and requests stay on the weights that they started with.
         """
         oldest, bound = self.steps.oldest_kept, self.pool.schedule.max_staleness
         if oldest is not None and bound is not None:
@@ -198,7 +198,7 @@ class RoundLoop:
                 await steps.generate(self.driver)
             except (ServerError, RoundSuspended) as error:
                 interruption = error
-            # In one pause: a group that finishes after the processes have agreed is finished in this process only.
+            # In one pause: a group that finishes after the agreement is finished in this process only.
             with steps.paused():
                 await self._agree()
                 if interruption is None and self._may_close:
@@ -237,8 +237,8 @@ class RoundLoop:
         dynamic, quota = self._dynamic, self._quota
         if quota is not None and dynamic is not None:
             quota.publish_rejected()
-            # Some processes may have admitted replacements, and rejected them, that others have not heard of. No
-            # process has the highest number before all have told the rest.
+            # Some processes may have admitted and rejected replacements that others do not know yet. No process gets
+            # the highest number before all processes have published theirs.
             replaced = await self.steps.highest(dynamic.replaced)
             quota.refresh()
             while (missing := min(replaced - dynamic.replaced, dynamic.missing(self.pool))) > 0:
@@ -268,10 +268,10 @@ class RoundLoop:
         surplus = self.steps.change_rows(unreplaced)
         if unreplaced >= 0:
             return
-        # A round filled with rejected groups trains some whose replacements are already admitted. Near the end of
-        # training the replacements are surplus.
+        # A round filled with rejected groups trains groups whose replacements are already admitted. Near the end of
+        # training, the replacements are surplus.
         await self.cut()
-        with self.steps.paused():  # tools run on, and their results change the pool
+        with self.steps.paused():  # tools continue, and their results change the pool
             withdrawn = self.pool.withdraw(surplus)
         self.steps.forget(withdrawn)
         if withdrawn and self.steps.is_main:
@@ -287,7 +287,7 @@ class RoundLoop:
 
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine whose steps block, and so never wait for an event loop."""
+    """Run a coroutine whose steps block instead of waiting for an event loop, and return its result."""
 
     def result() -> T:
         try:

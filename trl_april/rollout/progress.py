@@ -16,7 +16,7 @@ from .driver import RolloutDriver
 def notebook_bar() -> Any:
     """A `NotebookProgressBar` for all rounds in a notebook, `None` elsewhere. It shows the last state until closed.
 
-    tqdm's own bar needs ipywidgets there, and leaves a dead widget for each round.
+    In a notebook, tqdm's bar needs ipywidgets, and leaves a dead widget for each round.
     """
     if not is_in_notebook():
         return None
@@ -54,7 +54,7 @@ class RoundProgress:
         self.update()
 
     def update(self) -> None:
-        """Draw the present state."""
+        """Draw the current state."""
         schedule, elapsed = self._pool.schedule, time.monotonic() - self._started
         rate = (self._pool.counters.tokens_generated - self._tokens) / elapsed if elapsed else 0.0
         finished = len(schedule.finished) if self._quota is None else self._quota.num_finished

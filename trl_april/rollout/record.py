@@ -1,7 +1,7 @@
-"""The record of a round: log metrics, `april_rounds.jsonl`, `trainer.round_history` and the report are read from it.
+"""The record of a round, the source of log metrics, `april_rounds.jsonl`, `trainer.round_history` and the report.
 
-Invariants: generated and carried tokens are counted separately, so no round is credited with another's work. An event
-between two rounds is counted once, in the round after it. Standard library only.
+Invariants: generated and carried tokens are counted separately, so no round is credited with the work of another
+round. An event between two rounds is counted once, in the round after it. Standard library only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_DRAIN_GRACE = 1.0  # seconds
 
 
 def drain_grace(seconds: float) -> float:
-    """Seconds that requests may still finish in before the abort, if the quota was met after `seconds`."""
+    """Seconds for requests to finish before the abort, if the quota was met after `seconds`."""
     return min(DRAIN_GRACE * seconds, MAX_DRAIN_GRACE)
 
 
@@ -49,11 +49,11 @@ class Round:
     launched_lengths: list[int] = field(default_factory=list)  # of the dispatched samples, when the round ended
     rejected_groups: int = 0  # by dynamic sampling
     rejected_tokens: int = 0
-    branched_tokens: int = 0  # of branches that samples have left, less those that were entered again
+    branched_tokens: int = 0  # of branches that samples have left, minus branches that were entered again
     filled_groups: int = 0  # rejected groups in the batch, since the round hit its rejection limit
     # Requests that ended without their last tokens: each may have lost up to a chunk.
     broken_streams: int = 0
-    acting_samples: int = 0  # whose tools ran when the round closed
+    acting_samples: int = 0  # samples whose tools were running when the round closed
     tool_seconds_max: float = 0.0  # of the longest step of tools since the last round closed, ended or not
     repeated_tool_steps: int = 0  # steps that ran again, after a checkpoint or an error
     outages: int = 0  # suspensions because the server went away or lost its weights
@@ -179,7 +179,7 @@ class RoundRecorder:
 
 
 def _now() -> float:
-    """Time of the running event loop, or of the loop to come if none runs."""
+    """Time on the clock of the event loop, also before a loop runs."""
     try:
         return asyncio.get_running_loop().time()
     except RuntimeError:

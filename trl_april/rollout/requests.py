@@ -1,8 +1,8 @@
 """The requests in flight: dispatched, streamed, repeated after a broken stream, and cut.
 
 Invariants: between dispatch and cut every dispatched sample is running, waiting for a retry, or finished. After a cut
-no sample is running, and every token that arrived is in the pool. Requests are aborted by their ids, and never the
-requests of other clients.
+no sample is running, and every token that arrived is in the pool. Requests are aborted by id, so requests of other
+clients are never aborted.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ POLL_SECONDS = 0.01  # between two questions about requests that the engine does
 class Requests:
     """Generates samples of a pool on an engine until they are finished or cut.
 
-    Errors that a retry cannot help are passed to `on_error`. `on_sample_ended` is called when a sample
-    of the group is finished or no longer requested, and `on_task_ended` after each decrease of `len(in_flight)`. With
-    `act`, a sample is in turn generated and `acting`, which no cut ends.
-    `server_of` names the server of a running request, if there are several.
+    Errors that a retry cannot fix are passed to `on_error`. `on_sample_ended` is called when a sample of the group is
+    finished or no longer requested, and `on_task_ended` after each decrease of `len(requests)`. With `act`, a sample
+    alternates between generation and `acting`; a cut does not end its acting. `server_of` names the server of a
+    running request, if there are several servers.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Requests:
         self._stopped = asyncio.Event()  # set while no requests may be sent
 
     def __len__(self) -> int:
-        """Tasks that have not ended: samples that run, act or are about to be repeated."""
+        """Number of tasks that have not ended: samples that are running, acting or about to be retried."""
         return len(self._tasks) + len(self.acting)
 
     @property
@@ -80,7 +80,7 @@ class Requests:
         return [self._server_of(name) for name in self.running]
 
     def begin_round(self) -> None:
-        """Count requests anew. Running requests continue."""
+        """Reset `dispatched` to the samples that still have a task. Running requests continue."""
         self.dispatched = {key: sample for key, sample in self.dispatched.items() if key in self._task_of}
 
     def open(self) -> None:
@@ -93,7 +93,7 @@ class Requests:
         self._stopped.set()
 
     def dispatch(self) -> None:
-        """Request every sample that waits and has no task, or run the step that it needs before."""
+        """Request every ready sample without a task, or run the step that must precede its request."""
         if self._stopped.is_set():
             return
         if not self._watchdog:
@@ -105,9 +105,9 @@ class Requests:
                 self._request(group, sample)
 
     async def dispatch_more(self) -> None:
-        """Dispatch in the middle of a round, or between two.
+        """Dispatch in the middle of a round, or between two rounds.
 
-        If nothing is running, the server is asked first: no stream would have broken at a restart.
+        If nothing is running, the server is asked for its weights first: a restart would have broken no stream.
         """
         must_ask = not self.running and self._may_ask and bool(self._pool.ready())
         if must_ask and not await self._engine.holds(self._version) and self._may_ask:
@@ -115,19 +115,19 @@ class Requests:
         self.dispatch()
 
     def record_count(self) -> None:
-        """Append the present number of running requests to `counts`."""
+        """Append the current number of running requests to `counts`."""
         self.counts.append((asyncio.get_running_loop().time(), len(self.running)))
 
     async def cut(self) -> None:
         """Abort all requests, and wait until every stream has delivered its last tokens and ended.
 
-        After an error some may still run; [`~Requests.cut_off`] ends them all the same.
+        After an error, some requests may still run; [`~Requests.cut_off`] ends these too.
         """
         self._stopped.set()
         await self._drain(self._tasks)
 
     async def free_slots(self, full: Mapping[str | None, int]) -> None:
-        """On `full` servers, abort requests without tokens, and a number of the shortest. Send none meanwhile."""
+        """On `full` servers, abort requests without tokens and this number of the shortest. Send none meanwhile."""
         cut: list[asyncio.Task[None]] = []
         left = dict(full)
         for name, request in sorted(self.running.items(), key=lambda item: len(item[1].sample)):
@@ -140,13 +140,13 @@ class Requests:
     async def hold(self, version: int, oldest: int | None = None) -> None:
         """Keep requests across a weight sync: ask the paused engine after which token each has the new version.
 
-        With `oldest`, the engine keeps the weights of that policy version and later ones, so nothing is paused:
-        requests stay on the weights that they were sent for, and only requests of older versions are cut.
+        With `oldest`, the engine keeps the weights of this and later policy versions, so nothing is paused: requests
+        stay on the weights that they were sent for, and only requests of older versions are cut.
 
         Raises `ServerError` if some request is unknown, and `EngineError` if more tokens have arrived than reported.
         """
         self._stopped.set()
-        # First, since requests may receive their last old token while the engine is asked about others.
+        # First, since requests may receive their last old token while the engine is asked about other requests.
         self._pool.hold(version)
         if oldest is not None:
             await self._drain([request.task for request in self.running.values() if request.version < oldest])
@@ -165,7 +165,7 @@ class Requests:
                 await asyncio.sleep(POLL_SECONDS)
 
     async def cut_off(self) -> None:
-        """Leave nothing running. Raises nothing."""
+        """End all requests, within seconds. Never raises."""
         self._stopped.set()
         self.is_cutting_off = True
         try:
@@ -228,7 +228,7 @@ class Requests:
                 failures = 1 if len(sample) > length_before else failures + 1
                 if failures > self._retries:
                     raise error
-                # At once the first time, then with growing pauses, which a cut ends.
+                # Retry at once the first time, then after growing pauses. A cut ends a pause.
                 with suppress(TimeoutError):
                     async with asyncio.timeout(0.2 * (2 ** (failures - 1) - 1) * random.uniform(0.5, 1.5)):
                         await self._stopped.wait()
@@ -303,10 +303,10 @@ class Requests:
         return task
 
     async def _drain(self, tasks: Iterable[asyncio.Task[None]]) -> None:
-        """Abort the requests of these tasks until the tasks have ended.
+        """Abort the requests of these tasks, and wait until the tasks have ended.
 
-        The abort is repeated, since the server may not have known a request at the first. It is an error of the round
-        if for `idle_timeout` seconds neither a token arrives nor a request ends.
+        The abort is repeated, since the server may not know a request yet at the first attempt. The round fails if for
+        `idle_timeout` seconds neither a token arrives nor a request ends.
         """
         clock = asyncio.get_running_loop().time
         pending = {task for task in tasks if not task.done()}

@@ -31,9 +31,9 @@ class RunningRequest:
     sent_with: int  # completion tokens of earlier requests
     version: int  # of the next token to arrive
     deadline: asyncio.Timeout  # when its connection is closed: set by the watchdog
-    task: asyncio.Task[None]  # that reads its stream
+    task: asyncio.Task[None]  # reads its stream
     heard: float | None = None  # when its last chunk arrived
-    changes: list[tuple[int, int]] = field(default_factory=list)  # its number of tokens, and the version after these
+    changes: list[tuple[int, int]] = field(default_factory=list)  # (number of tokens, version of later tokens)
 
     @property
     def received(self) -> int:
@@ -72,8 +72,8 @@ async def watch(engine: RolloutEngine, running: Mapping[str, RunningRequest], pa
     """Abort streams that fall silent for `patience` seconds while others continue, and then close their connections.
 
     A connection may be dead without an error, as with some firewalls, or the server may have lost the request. A
-    request without any chunk yet is left alone: it may wait in the server's queue for as long as others are served. A
-    whole server that is silent ends the round instead.
+    request without any chunk yet is left alone: it may wait in the server's queue for as long as other requests are
+    served. If the whole server is silent, the round ends instead.
     """
     while True:
         await asyncio.sleep(min(patience / 4, ABORT_SECONDS))
@@ -97,10 +97,10 @@ class BrokenStreams:
 
     def __init__(self) -> None:
         self.count = 0
-        self._unreported = 0  # of which a warning is due
+        self._unreported = 0  # streams that the next warning reports
 
     def add(self, error: ServerError, *, warns: bool) -> None:
-        """Count a broken stream, and warn once of all that break together."""
+        """Count a broken stream, and warn once about all streams that break together."""
         first = str(error)  # as text: handlers may keep the record
 
         def report() -> None:

@@ -42,7 +42,7 @@ ATTEMPTS = 4  # to free a server whose KV cache is full, before all requests are
 
 
 class FactorControl(Protocol):
-    """Chooses the over-provisioning factor of the next round by the rounds so far."""
+    """Chooses the over-provisioning factor of the next round from the rounds so far."""
 
     def choose(self) -> object | None:
         """Choose the factor of the round that begins; returns the change, if any, to be logged."""
@@ -53,7 +53,7 @@ class FactorControl(Protocol):
 
 @dataclass(eq=False)
 class TrainingSteps(RoundSteps):
-    """The steps of a training run in a single process."""
+    """The steps of a round in one process of a training run."""
 
     driver: RolloutDriver
     engine: ServersEngine
@@ -66,11 +66,11 @@ class TrainingSteps(RoundSteps):
     quota: SharedQuota | None
     recovery: Recovery
     stop: StopRequest
-    calls: SimpleQueue[Callable[[], Any] | None]  # of user code, which wait for this thread
+    calls: SimpleQueue[Callable[[], Any] | None]  # of user code, waiting for this thread
     control: FactorControl | None = None
     silent: bool = True  # without a progress bar
     step: int = 0  # optimizer steps of the run so far
-    micro_step: int = 0  # at which the next batch is trained first
+    micro_step: int = 0  # at which the next batch is first trained
     # Batches of this process that are not fully trained, by first micro-step.
     in_training: deque[tuple[int, list[Group]]] = field(default_factory=deque)
 
@@ -145,7 +145,7 @@ class TrainingSteps(RoundSteps):
         """
         began, tokens = time.monotonic(), self.driver.pool.counters.tokens_generated
         lost = isinstance(error, ServerError)
-        # Progress of any process counts: the others may have been queued after its requests.
+        # Progress of any process counts: other processes may have been queued after its requests.
         if self.processes.any(tokens > self._tokens_at_outage) or not lost:
             self.recovery.progress_was_made()
         self._tokens_at_outage = tokens
@@ -159,7 +159,7 @@ class TrainingSteps(RoundSteps):
         self.in_training.append((self.micro_step, done.groups))
         for group in done.groups:
             for holder in (group, *group.samples):
-                holder.images.clear()  # in the form of the engine they are large, and rows and messages have them
+                holder.images.clear()  # large in the engine's form; rows and messages still have them
         if self.control is not None:
             self.control.observe(done, self.server.servers.loads() if self.is_main else ())
 
@@ -176,7 +176,7 @@ class TrainingSteps(RoundSteps):
         return self.source.take_back(-count)
 
     def release_trained(self, micro_steps: int) -> None:
-        """Release the batches whose last use is in the weights, after so many calls of `training_step`."""
+        """Release the batches that are fully trained after `micro_steps` calls of `training_step`."""
         while self.in_training and self.in_training[0][0] + self.plan.micro_steps_per_round <= micro_steps:
             self.in_training.popleft()
 
@@ -186,7 +186,7 @@ class TrainingSteps(RoundSteps):
             self._notebook.close()
 
     def _has_room(self) -> bool:
-        """Whether requests run that can stay in a weight sync, with room for the canary. None is sent any more.
+        """Whether running requests can stay through a weight sync, with room for the canary. Stops sending requests.
 
         On a full server the canary would wait in the queue for as long as completions take, so a slot is freed first.
         """
@@ -197,7 +197,7 @@ class TrainingSteps(RoundSteps):
             queues = servers.queues() if any(running) else []
             # Preempted requests have tokens, and come before the canary. vLLM preempts the youngest.
             all_waiting = sum(waiting for waiting, _ in queues)
-            preempted = max(0.0, 1 - without_tokens / all_waiting) if all_waiting else 0.0  # share of those waiting
+            preempted = max(0.0, 1 - without_tokens / all_waiting) if all_waiting else 0.0  # share of waiting requests
             full = {
                 address: 1 + math.ceil(preempted * waiting / self.processes.count)
                 for address, number, (waiting, places) in zip(addresses, running, queues, strict=False)
@@ -209,5 +209,5 @@ class TrainingSteps(RoundSteps):
                 break
         else:
             return False
-        (left,) = self.processes.reduce_sum([self.driver.in_flight])  # no process sends any more
+        (left,) = self.processes.reduce_sum([self.driver.in_flight])  # no process sends requests any more
         return left > 0

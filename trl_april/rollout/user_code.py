@@ -1,7 +1,7 @@
 """Calls of user code: in threads where possible, and otherwise in the training thread.
 
-Invariants: an exception of user code reaches the training thread unchanged, carried through futures and coroutines
-that would treat it as their own; no thread that runs user code blocks the exit.
+Invariants: an exception of user code reaches the training thread unchanged, even through futures and coroutines that
+would treat it as their own; no thread that runs user code keeps the process from exiting.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def carried(error: BaseException) -> Exception:
 
 
 def needs_thread(error: BaseException | None) -> bool:
-    """Whether it is an error of `signal`, `asyncio` or `sqlite3` about the thread of a call."""
+    """Whether the error comes from `signal`, `asyncio` or `sqlite3`, and is about the thread of a call."""
     return any(words in str(error) for words in ("main thread", "can only be used in that same thread"))
 
 
 def result_of(call: Callable[[], Any]) -> Any:
-    """The result of a call, such as `future.result`. Raises what user code raised."""
+    """The result of a call, such as `future.result`. Raises the original exception of user code."""
     try:
         return call()
     except Raised as carrier:
@@ -55,7 +55,7 @@ def result_of(call: Callable[[], Any]) -> Any:
 
 
 def carrying(call: Callable[[], Any]) -> Any:
-    """The result of a call within a coroutine, which would turn a `StopIteration` of user code into another error."""
+    """The result of a call in a coroutine, where a `StopIteration` of user code would become another error."""
     try:
         return call()
     except StopIteration as error:
@@ -66,7 +66,7 @@ def carrying(call: Callable[[], Any]) -> Any:
 
 
 class _LazyLoop(asyncio.AbstractEventLoop):
-    """An event loop that is created at its first use: each opens three files, and few threads need a loop."""
+    """An event loop that is created on first use: each loop opens three files, and few threads need a loop."""
 
     def __getattribute__(self, name: str) -> Any:
         made = object.__getattribute__(self, "__dict__")
@@ -76,16 +76,16 @@ class _LazyLoop(asyncio.AbstractEventLoop):
 
 
 class DaemonThreads(Executor):
-    """Runs every call at once, in a thread that is idle or else new: a call that hangs delays no other.
+    """Runs every call at once, in an idle or a new thread, so that a call that hangs delays no other call.
 
     With a `limit` of 1, all calls run in the same thread, in sequence. Threads call `prepare` first, and have an event
-    loop set, as the main thread of a script has. Calls have the context variables of their callers (trackio needs it).
+    loop set, like the main thread of a script. Calls have the context variables of their callers, as trackio needs.
     """
 
     def __init__(self, name: str, limit: int = sys.maxsize, prepare: Callable[[], None] = lambda: None) -> None:
         self._name, self._limit, self._prepare = name, limit, prepare
         self._calls: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
-        self._idle = threading.Semaphore(0)  # threads that wait for a call which is not there yet
+        self._idle = threading.Semaphore(0)  # threads that wait for a call
         self._lock, self._count, self._is_shut_down = threading.Lock(), 0, False
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -100,7 +100,7 @@ class DaemonThreads(Executor):
         return future
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
-        """Let idle threads end, and others once their call returns. It never waits."""
+        """End idle threads, and other threads once their call returns. Never waits."""
         with self._lock:
             self._is_shut_down = True
             for _ in range(self._count):
@@ -110,7 +110,7 @@ class DaemonThreads(Executor):
         _here.is_pooled, loop = True, _LazyLoop()
         self._prepare()
         while (call := self._calls.get()) is not None:
-            asyncio.set_event_loop(loop)  # `asyncio.run` leaves none
+            asyncio.set_event_loop(loop)  # `asyncio.run` leaves no loop set
             call()
             del call  # what it refers to may be large
             self._idle.release()
@@ -120,7 +120,7 @@ class DaemonThreads(Executor):
 
 class _Here(threading.local):
     is_pooled = False  # whether the thread is one of `DaemonThreads`
-    bound_by: str | None = None  # why the call that runs works only in the thread that trains
+    bound_by: str | None = None  # why the current call works only in the training thread
 
 
 _here = _Here()
@@ -137,13 +137,13 @@ def _settle(future: Future[Any], function: Callable[..., Any], args: Any, kwargs
     return None
 
 
-# Calls that work only in the thread that trains
+# Calls that work only in the training thread
 
 
 class _SignalWatch:
-    """Notices `signal.signal` in these threads, also where its error is caught. There is no audit event for it.
+    """Notices `signal.signal` in these threads, even if user code catches its error. Python has no audit event for it.
 
-    While user code runs in them, the function of the module is wrapped by a function that notes the call.
+    While user code runs in the threads, `signal.signal` is wrapped by a function that records the call.
     """
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ _watch = _SignalWatch()
 
 
 def _attempt(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Future[Any], str]:
-    """The outcome of a call in this thread, and why it must be repeated in the thread that trains, if it must."""
+    """The outcome of a call in this thread, and why it must be repeated in the training thread, if it must."""
     outer, _here.bound_by = _here.bound_by, ""
     outcome: Future[Any] = Future()
     with _watch.on():
@@ -194,15 +194,15 @@ class _Lasting:
 
 
 class UserCode:
-    """Calls the functions of a user, in threads that call `prepare` first, and owns the threads of environments.
+    """Calls the user's functions, in threads that call `prepare` first, and owns the threads of environments.
 
-    `calls` wait for the thread that trains, which serves them while it waits for a round.
+    `calls` wait for the training thread, which serves them while it waits for a round.
     """
 
     def __init__(self, prepare: Callable[[], None] = lambda: None) -> None:
         self.calls: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
         self._prepare = prepare
-        self._bound: set[Hashable] = set()  # keys of functions that work only in the thread that trains
+        self._bound: set[Hashable] = set()  # keys of functions that work only in the training thread
         self._lasting: dict[int, _Lasting] = {}  # by the id of the environment
         weakref.finalize(self, _shut_down, self._lasting)
 
@@ -221,10 +221,10 @@ class UserCode:
         timeout: float | None = None,
         on_late: Callable[[], None] = lambda: None,
     ) -> Callable[..., Any]:
-        """Wrap `function`: calls run in the thread of the environment `of`, else in `threads`, else in place.
+        """Wrap `function`: calls run in the thread of the environment `of`, else in `threads`, else directly.
 
         A call of more than `timeout` seconds raises `TimeoutError`, after `on_late`. A call that works only in the
-        thread that trains is repeated there, without a limit, and so are later calls with the same `key`.
+        training thread is repeated there, without a time limit, and so are later calls with the same `key`.
         """
         lasting = self._lasting.get(id(of))
         key = lasting.key if lasting else key or function
@@ -263,7 +263,7 @@ class UserCode:
         return call
 
     def factories(self, make: Any) -> Any:
-        """Factories of environments, as TRL takes them, each of whose environments has a thread that it is made in."""
+        """Wrap TRL's factories of environments: each environment is made in, and keeps, a separate thread."""
         if isinstance(make, dict):
             return {name: self.factories(factory) for name, factory in make.items()}
         return None if make is None else self._factory(make)
@@ -277,27 +277,27 @@ class UserCode:
                 threads.shutdown()
                 raise
             if self._lasting.setdefault(id(instance), _Lasting(instance, threads, make)).threads is not threads:
-                threads.shutdown()  # it was returned before
+                threads.shutdown()  # the factory has returned it before
             return instance
 
         return made
 
     def release(self, environments: Iterable[Any]) -> None:
-        """End the threads of environments that are not used any more."""
+        """End the threads of environments that are no longer used."""
         _shut_down({key: self._lasting.pop(key) for key in map(id, environments) if key in self._lasting})
 
     def gather(self, futures: Iterable[Future[Any]]) -> list[Any]:
-        """The results of calls in threads, for the thread that trains."""
+        """Wait in the training thread for calls in other threads, and return their results."""
         return [result_of(future.result) for future in list(futures) if self._wait(future, None)]
 
     def cancel(self) -> None:
-        """End the calls that wait for the thread that trains, which serves no more."""
+        """End the calls that wait for the training thread, which serves no more calls."""
         while not self.calls.empty():
             if isinstance(call := self.calls.get(), partial):
                 call.args[0].set_exception(carried(GeneratorExit("Training has ended.")))
 
     def _wait(self, future: Future[Any], timeout: float | None) -> bool:
-        """Wait for a call in a thread; whether it has ended. The thread that trains serves calls meanwhile."""
+        """Wait for a call in a thread. Returns whether it has ended. The training thread serves calls meanwhile."""
         if _here.is_pooled or timeout is not None:
             return bool(wait([future], timeout).done)
         future.add_done_callback(lambda _: self.calls.put(None))

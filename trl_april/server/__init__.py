@@ -1,1 +1,1 @@
-"""A local vLLM server: its process, its command line, and the middleware that runs inside of it."""
+"""A local vLLM server: its process, its command line, and the middleware that runs inside it."""

@@ -1,4 +1,4 @@
-"""Checks that a server can be trained with, before the first rollout.
+"""Checks, before the first rollout, that training can use a server.
 
 A server that passes has the development endpoints, serves the trainer's model and vocabulary, reports the
 log-probabilities that the correction needs, and has room for prompt and completion.
@@ -46,7 +46,7 @@ class ServerInfo:
     logprobs_mode: str = RAW_LOGPROBS
 
     def has_name(self, name: str) -> bool:
-        """Return whether the served model has this name in its folder or on the Hub, whoever owns the copy."""
+        """Return whether the name of the served model's folder or Hub repository is `name`, whoever the owner is."""
         return _last(name) in (_last(self.path), _last(self.model))
 
 
@@ -60,11 +60,11 @@ def check_server(
     larger_context: str = LARGER_CONTEXT,
     generates: bool = True,
 ) -> ServerInfo:
-    """Check a server that answers against the trainer's model, and return its configuration.
+    """Compare a running server with the trainer's model, and return the server's configuration.
 
-    The vocabulary is compared if the server `generates` now. The trainer's tokenizer has `num_tokens` ids, which may
-    be more than the model has embeddings. `larger_context` is the remedy for a short context. Raises [`ServerError`]
-    if the server does not answer as vLLM does, [`ConfigError`] if it cannot be trained with.
+    The vocabulary is compared if the server currently `generates`. The trainer's tokenizer has `num_tokens` ids, which
+    may be more than the model has embeddings. `larger_context` is the remedy for a short context. Raises
+    [`ServerError`] if the server does not answer as vLLM does, [`ConfigError`] if training cannot use it.
     """
     try:
         described = server_info(session, base_url)
@@ -105,7 +105,7 @@ def check_server(
     if drafts is not None and drafts not in _DRAFTS:
         raise ConfigError(
             f"The vLLM server at {base_url} drafts tokens by the method {drafts!r} (--speculative-config), which has "
-            "weights that weight syncs do not update: its drafts would be accepted less and less. Draft by 'ngram' or "
+            "weights that weight syncs do not update: fewer and fewer drafts would be accepted. Draft by 'ngram' or "
             "'suffix', which have no weights, or not at all."
         )
     if max_completion_length is not None and info.max_model_len <= max_completion_length:
@@ -150,12 +150,12 @@ def server_info(session: requests.Session, base_url: str) -> dict[str, Any]:
 def check_architecture(info: ServerInfo, base_url: str, config: PretrainedConfig) -> None:
     """Compare the served model with the trainer's, if this machine can read the configuration of the served model.
 
-    A folder may be trained on a server of its base. Two models of the Hub are different, such as policy and judge.
+    A model in a folder may use a server of its base. Two Hub models with different names, such as a judge, may not.
     """
     try:
         served = AutoConfig.from_pretrained(info.path, trust_remote_code=False).get_text_config()
     except (OSError, ValueError):
-        return  # a folder of another host; the vocabulary check and the canary remain
+        return  # a folder on another host; the vocabulary check and the canary remain
     trained = config.get_text_config()
     for field in _SHAPE:
         value, expected = getattr(served, field, None), getattr(trained, field, None)
@@ -179,9 +179,9 @@ def _last(name: str) -> str:
 
 
 def check_experts(device: str, base_url: str, config: PretrainedConfig) -> None:
-    """Refuse a mixture of experts on a CPU, where vLLM packs their weights at its start and not when it reloads them.
+    """Refuse a mixture of experts on a CPU, where vLLM packs expert weights at startup, but not when it reloads them.
 
-    The wrong results are so close to the right results that the canary may not notice.
+    The results are wrong, but so close to the right results that the canary may not notice.
     """
     experts = max(getattr(config.get_text_config(), name, None) or 0 for name in _EXPERTS)
     if device == "cpu" and experts > 1:

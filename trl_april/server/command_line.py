@@ -1,6 +1,6 @@
 """The command line and the environment of a vLLM server for training.
 
-With any flags of a user, the command serves what training needs, or an error refuses it. vLLM is not imported.
+Whichever flags the user adds, the server has what training needs, or an error refuses them. vLLM is not imported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GENERATED_TOKENS_PATH = "/april/generated_tokens"
 LEASE_PATH = "/april/lease"
 LEASE = "trl_april.server.middleware.Lease"
 GENERATED_TOKENS = "trl_april.server.middleware.GeneratedTokens"
-TOKEN_IDS_ONLY = "trl_april.token_ids_only"  # among `vllm_xargs`
+TOKEN_IDS_ONLY = "trl_april.token_ids_only"  # a key of `vllm_xargs`
 WITHOUT_TEXT = "trl_april.server.middleware.TokenIdsOnly"
 BROWSER_GUARD = "trl_april.server.middleware.BrowserGuard"
 WORKER_EXTENSION = "trl_april.server.worker.WeightLoader"
@@ -38,7 +38,7 @@ RAW_LOGPROBS, PROCESSED_LOGPROBS = "raw_logprobs", "processed_logprobs"
 
 MEMORY_FLAGS = {"--kv-cache-memory-bytes", "--gpu-memory-utilization", "--device-memory-utilization"}
 LONGEST_SOCKET_FOLDER = 107 - 37  # a Unix socket's path has 107 bytes, of which vLLM's name takes 37
-SHARED_GPU = "0.4"  # of the memory of a GPU that the trainer uses, too. vLLM's default leaves it too little
+SHARED_GPU = "0.4"  # memory share on a GPU that the trainer uses too; vLLM's default leaves too little
 
 # Flags that are arguments of the command itself, and flags that make training impossible.
 REFUSED_FLAGS = {
@@ -55,7 +55,7 @@ REFUSED_FLAGS = {
 
 
 def flag_name(argument: str) -> str | None:
-    """Return the name of a flag as vLLM reads it (`--logprobs_mode=x` is `--logprobs-mode`), `None` for a value."""
+    """Return the name of a flag as vLLM reads it (`--logprobs_mode=x` is `--logprobs-mode`), or `None` for a value."""
     if not argument.startswith("--"):
         return None
     # `--weight-transfer-config.backend nccl` sets a key of a JSON flag.
@@ -63,7 +63,7 @@ def flag_name(argument: str) -> str | None:
 
 
 def flag_value(arguments: Sequence[str], flag: str) -> str | None:
-    """Return the value of the last occurrence of `flag`, `None` if it is missing."""
+    """Return the value of the last occurrence of `flag`, or `None` if it is missing."""
     value = None
     for index, argument in enumerate(arguments):
         if flag_name(argument) == flag:
@@ -93,7 +93,7 @@ def vllm_platform() -> str:
 
 
 def check_model(model: str, vllm_args: Sequence[str] = ()) -> None:
-    """Raise [`ConfigError`] for a folder without a model, half a minute before vLLM fails. Ids are not checked."""
+    """Raise [`ConfigError`] for a folder without a model, before vLLM takes half a minute to fail. Ids pass."""
     path = Path(model)
     if path.is_dir():
         has_config = (path / "config.json").is_file() or (path / "params.json").is_file()  # params.json: Mistral's
@@ -122,7 +122,7 @@ def server_command(
     - `--max-logprobs -1`: no limit on the log-probabilities that a request may ask for.
     - `--enable-scale-out`: endpoints that take prompts with images.
     - `--weight-transfer-config`, on a GPU: weight sync by NCCL (RCCL on AMD).
-    - `--gpu-memory-utilization`, on a machine with a single GPU that only trainers of this machine can reach.
+    - `--gpu-memory-utilization`, on a machine with a single GPU, if only this machine can reach the server.
     - `--middleware`, in addition to the user's: see `middleware.py`.
     - `--worker-extension-cls`: see `worker.py`.
     - `--logprobs-mode raw_logprobs`: log-probabilities over the whole vocabulary, like the trainer's, even with top-k
@@ -155,9 +155,9 @@ def server_command(
         with_values["--weight-transfer-config"] = json.dumps({"backend": "nccl"})
         if gpus_of_host() == 1 and is_loopback(host) and not MEMORY_FLAGS & given:
             with_values["--gpu-memory-utilization"] = SHARED_GPU
-    # vLLM warns of a flag that is given twice, and merges a single key (`--weight-transfer-config.backend`).
+    # vLLM warns about a flag that is given twice, and merges a single key (`--weight-transfer-config.backend`).
     defaults = [word for flag, value in with_values.items() if flag not in given for word in (flag, value)]
-    # With "=": vLLM warns of a second `--middleware` word, though it adds them all.
+    # With "=", since vLLM warns about a second word `--middleware`, although it adds all of them.
     defaults += [f"--middleware={name}" for name in (GENERATED_TOKENS, WITHOUT_TEXT, LEASE)]
     if "--allowed-origins" not in given:
         defaults += [f"--middleware={BROWSER_GUARD}"]
@@ -173,7 +173,7 @@ def server_command(
 def server_environment(
     env: Mapping[str, str] | None = None, vllm_args: Sequence[str] = (), *, platform: str | None = None
 ) -> dict[str, str]:
-    """Build the environment of the server: this process's environment, with `env` and what training needs."""
+    """Build the environment of the server: this process's environment, `env`, and variables that training needs."""
     inherited = {key: value for key, value in os.environ.items() if not LAUNCHER_VARIABLES.match(key)}
     # Aborting requests and loading weights are development endpoints.
     merged = {**inherited, **(env or {}), "VLLM_SERVER_DEV_MODE": "1"}

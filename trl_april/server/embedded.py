@@ -31,12 +31,12 @@ from .local import LocalServer
 logger = logging.getLogger(__name__)
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM accepts
-# Fields in the configurations of model and tokenizer. The data type is a flag of the server.
+# Fields that trainers change in model and tokenizer configurations. The data type is a flag of the server.
 CHANGED_BY_TRAINERS = {
     "use_cache", "bos_token_id", "pad_token_id", "dtype", "torch_dtype", "transformers_version", "truncation_side",
     "padding_side", "is_local", "local_files_only",
 }  # fmt: skip
-# In the errors of vLLM and transformers for a class that is defined in the script.
+# Phrases in the errors of vLLM and transformers for a model class that the training script defines.
 UNKNOWN_MODEL = ("are not supported for now", "does not recognize this architecture")
 KV_MEMORY, KV_MEMORY_IN_LOG = "--kv-cache-memory-bytes", re.compile(r"Available KV cache memory: ([\d.]+) GiB")
 CONTEXT_REMEDY = "set a larger vllm_max_model_length"  # remedy for a short context
@@ -124,7 +124,7 @@ def lora_flags(rank: int) -> list[str]:
 
 
 def save_architecture(model: Any, processing_class: Any) -> Path:
-    """Save everything but the weights of a model object into a temporary folder, which a server starts from."""
+    """Save everything but the weights of a model object into a temporary folder for a server to start from."""
     base = model.get_base_model() if is_peft_model(model) else model
     config = copy.deepcopy(base.config)
     config.architectures = config.architectures or [type(base).__name__]
@@ -139,7 +139,7 @@ def save_architecture(model: Any, processing_class: Any) -> Path:
 
 
 def description(model: str) -> object:
-    """Return what a server reads from a model's folder and no weight sync replaces; for other models the name."""
+    """Return the files in a model's folder that a server reads and no weight sync replaces, or a Hub model's name."""
     folder, contents = Path(model), []
     if not (folder / "config.json").is_file():
         return model
@@ -153,7 +153,7 @@ def description(model: str) -> object:
 
 
 class EmbeddedServer(LocalServer):
-    """A server on a free port that is restarted if it dies. Its start stops any other embedded server.
+    """A server on a free port that is restarted if it dies. Starting it stops any other embedded server.
 
     `gpu_variables` are the environment variables that select GPUs. The temporary `folder` is removed with the server.
     """
@@ -170,7 +170,7 @@ class EmbeddedServer(LocalServer):
         env = dict.fromkeys(gpu_variables, ",".join(devices.gpus)) if devices.gpus else None
         super().__init__(model, vllm_args=flags, env=env, restart=True)
         self.devices = devices
-        self.has_base = True  # whether it still has the weights of the model, as adapters need
+        self.has_base = True  # whether it still has the base weights, which adapters need
         self._trainers: weakref.WeakSet[object] = weakref.WeakSet()
         self._has_adapters = "--enable-lora" in flags
         self._started_as = self.env, list(flags), model if self._has_adapters else description(model)
@@ -178,7 +178,7 @@ class EmbeddedServer(LocalServer):
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
     def shared_with(self, trainer: object) -> EmbeddedServer:
-        """Return a running server that was started in the same way, or this server. It ends with its trainers."""
+        """Return a running server with the same settings, or this server. It ends with the last of its trainers."""
         others = (other for other in list(_servers) if other.is_running and other._started_as == self._started_as)
         shared = next((other for other in others if other.has_base or not self._has_adapters), self)
         if shared is not self:
@@ -192,7 +192,7 @@ class EmbeddedServer(LocalServer):
             self.stop()
 
     def wait(self) -> EmbeddedServer:
-        """Wait like [`LocalServer.wait`]. If vLLM has no adapters for the model, restart for merged weights."""
+        """Wait like [`LocalServer.wait`]. If vLLM supports no adapters for the model, restart for merged weights."""
         try:
             super().wait()
         except ServerError as error:
@@ -217,7 +217,7 @@ class EmbeddedServer(LocalServer):
         super()._start_process()
 
     def _kv_memory(self) -> int | None:
-        """Return the KV cache's bytes per GPU at the last start, rounded up so that the context is as long."""
+        """Return the bytes of KV cache per GPU at the last start, rounded up so that the context does not shrink."""
         sizes = KV_MEMORY_IN_LOG.findall(self._log_of_start())
         return math.ceil((min(map(float, sizes)) + 0.005) * 2**30) if sizes else None
 

@@ -26,15 +26,15 @@ ADDRESS = re.compile(r"https?://(\[[\da-fA-F:]+\]|[\w.-]+)(:[1-9]\d{0,4})?(/[^\s
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 PORT_SECONDS, PORT_POLL = 10.0, 0.25  # seconds to wait for a port, and between two attempts
-CLOSED_SECONDS = 5.0  # an API server that exits takes less
+CLOSED_SECONDS = 5.0  # an API server takes less time to exit
 DRIVER_SECONDS = 20.0  # for an answer of a driver that may have to be loaded first
 LASTING_PORTS = range(20_000, 32_000)  # below the ports that Linux gives to outgoing connections
-MAX_OPEN_FILES = 65536  # a host has no more ports to a server
+MAX_OPEN_FILES = 65536  # a host has no more ports for connections to a server
 OTHER_FILES = 256  # datasets, shared libraries, other connections
 
 
 def check_address(host: str, port: int | None) -> None:
-    """Raise [`ConfigError`] unless `host` can be bound to on this machine and `port` is free there (or `None`)."""
+    """Raise [`ConfigError`] unless `host` can be bound to on this machine and `port`, if given, is free there."""
     if port is not None:
         _check_port(port)
     bind(host, port or 0)
@@ -92,7 +92,7 @@ def bind_when_free(host: str, port: int, stopped: Callable[[], bool] = lambda: F
 
 
 def refuses_connections(host: str, port: int) -> bool:
-    """Return whether nothing listens on a port. A busy server still does."""
+    """Return whether nothing listens on a port. A busy server still listens."""
     try:
         socket.create_connection((host, port), timeout=CLOSED_SECONDS).close()
     except OSError as error:
@@ -135,7 +135,7 @@ def usable_cores() -> int:
 
 
 def gpus_of_host() -> int | None:
-    """Return the number of GPUs, hidden or not, by the drivers; `None` if no driver reports it."""
+    """Return the number of GPUs that the drivers report, hidden GPUs included; `None` if no driver reports it."""
     if NVIDIA_GPUS.is_dir():
         return len(list(NVIDIA_GPUS.iterdir()))
     return sum(map(_is_gpu, AMD_NODES.iterdir())) if AMD_NODES.is_dir() else None
@@ -150,7 +150,7 @@ def driver_version() -> str | None:
 
 
 def is_exclusive() -> bool:
-    """Return whether a GPU admits only one process at a time, as some clusters set it."""
+    """Return whether a GPU admits only one process at a time, a setting of some clusters."""
     command = ["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"]
     with suppress(OSError, subprocess.SubprocessError):
         modes = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_SECONDS, check=False).stdout
@@ -169,8 +169,8 @@ def _is_gpu(node: Path) -> bool:
 def reserve_connections(number: int, files_each: int = 1) -> int:
     """Raise this process's limit of open files as far as allowed, and return how many requests it permits.
 
-    A request in flight needs a connection and whatever else makes up its `files_each`. Raises [`ConfigError`] if the
-    limit is too low for `number` requests.
+    A request in flight needs `files_each` open files, a connection included. Raises [`ConfigError`] if the limit is
+    too low for `number` requests.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:

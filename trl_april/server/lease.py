@@ -25,8 +25,8 @@ from .command_line import LEASE_PATH
 
 LEASE_SECONDS = 30.0  # until the lease of a killed run on another host expires
 RENEWAL_SECONDS = 5.0
-GOODBYE_SECONDS = 1.0  # that the end of training waits for an answer, since the server may be gone
-POLL_SECONDS = 1.0  # between two questions whether another run renews its lease
+GOODBYE_SECONDS = 1.0  # the end of training waits no longer for an answer: the server may be gone
+POLL_SECONDS = 1.0  # between two checks whether another run renews its lease
 
 Answer = Callable[[str, str, dict[str, Any]], dict[str, Any]]  # to a request with this method, path and body
 
@@ -37,12 +37,12 @@ class Claim:
     def __init__(self) -> None:
         self._holder = ""
         self._until = 0.0
-        self._pid = 0  # of the holder, if its process can be seen from here
+        self._pid = 0  # of the holder, if the server can see its process
 
     def take(self, holder: str, seconds: float, pid: int = 0, place: str = "") -> dict[str, Any]:
         """Take or renew the lease for `seconds`, or return its holder.
 
-        `pid` is the process of `holder`. It counts only where the [`pid_namespace`] `place` is the server's.
+        `pid` is the process of `holder`. It is used only if `place`, its [`pid_namespace`], is also the server's.
         """
         now = time.monotonic()
         is_held = now < self._until and not (self._pid and has_ended(self._pid))
@@ -80,7 +80,7 @@ class ServerLease:
     def take(self, *, renews: bool = False) -> bool:
         """Take the server, and with `renews` renew the lease until [`ServerLease.give_back`].
 
-        Returns `False` for a server without leases. Waits for a lease that is not renewed, since its run was killed.
+        Returns `False` for a server without leases. Waits until a lease that a killed run no longer renews expires.
         Raises [`WeightSyncError`] if another process renews its lease.
         """
         left = LEASE_SECONDS

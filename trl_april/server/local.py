@@ -60,7 +60,7 @@ class LocalServer:
         model (`str` or `os.PathLike`):
             Folder or model id to serve.
         host (`str`, *optional*, defaults to `"127.0.0.1"`):
-            Address to bind to. The development endpoints run commands for everybody who reaches them: do not open
+            Address to bind to. The development endpoints run commands for everyone who can reach them: do not expose
             them to a network without a firewall.
         port (`int`, *optional*):
             Port to bind to. The default is any free port.
@@ -71,7 +71,7 @@ class LocalServer:
             File that the server's output is appended to, or `"-"` for the output of this process. By default a new
             temporary file, which is kept.
         startup_timeout (`float`, *optional*, defaults to `1800.0`):
-            Seconds until the server must be healthy. A server that exits earlier is an error at once.
+            Seconds until the server must be healthy. If it exits earlier, the error is raised at once.
         env (`Mapping[str, str]`, *optional*):
             Environment variables to add to the environment of this process. Each of several servers on a host needs
             its GPUs in `CUDA_VISIBLE_DEVICES` (`HIP_VISIBLE_DEVICES` on AMD).
@@ -124,9 +124,9 @@ class LocalServer:
         self._log_start = 0  # position in the log at the last start
         self._server: ServerProcess | None = None
         self._owner = 0
-        self._lock = threading.RLock()  # held while processes start or end; reentrant for a garbage collection inside
+        self._lock = threading.RLock()  # held while processes start or end; reentrant: a finalizer may stop them
         self._ready, self._stopped = threading.Event(), threading.Event()  # of the current start
-        self.command(port or DEFAULT_PORT)  # raises its errors at construction
+        self.command(port or DEFAULT_PORT)  # so that its errors are raised at construction
 
     def command(self, port: int) -> list[str]:
         """Return the command line that starts the server on `port`."""
@@ -172,7 +172,7 @@ class LocalServer:
         return self._server is not None
 
     def start(self, *, wait: bool = True) -> LocalServer:
-        """Start the server and wait until it is healthy. No-op if it already is.
+        """Start the server and wait until it is healthy. No-op if it is already healthy.
 
         With `wait=False` it returns at once; [`LocalServer.wait`] waits.
 
@@ -183,7 +183,7 @@ class LocalServer:
         if self._server is not None and self._owner != os.getpid():
             return self  # a fork of the owner
         if self._server is not None and not self.restart and self._server.process.poll() is not None:
-            self.stop()  # it has exited, which the supervision has not noticed yet
+            self.stop()  # it has exited, but the supervising thread has not noticed yet
         if self._server is None:
             self._launch()
         return self.wait() if wait else self
@@ -211,7 +211,7 @@ class LocalServer:
                 "address to all processes: vllm_server_base_url."
             )
         check_model(self.model, self.vllm_args)
-        # Checked again because time has passed: another program there would answer instead of the server.
+        # Checked again because time has passed: another program on this port would answer instead of the server.
         finds_port = self.restart and self.port is None
         self.port = lasting_port(self.host) if finds_port else bind(self.host, self.port or 0)
         warn_if_exposed(self.host)
@@ -254,7 +254,7 @@ class LocalServer:
             return False
 
     def _supervise(self, ready: threading.Event, stopped: threading.Event) -> None:
-        """Note when the server is ready. If it ends, start it again with `restart`, or give it up."""
+        """Record when the server is ready. If it ends, restart it if `restart` is set, or else give it up."""
         starts = 1  # a first start is not repeated: an option may be wrong
         try:
             while end := self._wait_for_end(ready, stopped):
@@ -274,7 +274,7 @@ class LocalServer:
                     self.stop()
 
     def _wait_for_end(self, ready: threading.Event, stopped: threading.Event) -> str:
-        """Wait until the server ends, and return how, as a predicate; nothing if it was stopped.
+        """Wait until the server ends, and return how it ended, as a predicate; empty if it was stopped.
 
         An API server whose engine has died closes its port, and then waits for its clients before it exits: forever,
         if a client holds its requests through a weight sync. So a closed port counts as an end.

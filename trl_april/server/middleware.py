@@ -37,7 +37,7 @@ class GeneratedTokens(_Endpoint):
     """Reports how many tokens each request has generated while the server is paused for a weight sync.
 
     vLLM streams tokens in chunks and does not report the progress of a request before a chunk is full. The trainer
-    needs the exact count, because the policy version changes there.
+    needs the exact count, because the policy version changes at this token.
 
     - `GET /april/generated_tokens`: whether this server can answer, and which of vLLM's model runners it has.
     - `POST /april/generated_tokens` with `{"request_ids": [...]}`: `{"generated": {id: tokens}}` for the known and
@@ -69,7 +69,7 @@ class TokenIdsOnly:
     """Omits the text of completions whose requests have `TOKEN_IDS_ONLY` among their `vllm_xargs`.
 
     Detokenization takes half of the output processing of vLLM's API process, and `/v1/completions` has no field to
-    turn it off. Requests with stop strings keep their text, in which vLLM searches for the strings.
+    turn it off. Requests with stop strings keep their text, since vLLM searches it for the strings.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -117,8 +117,8 @@ def _knows_all_requests(engine: Any) -> bool:
 async def _outputs_processed(engine: Any) -> None:
     """Wait until this process has handled every token that the engines sampled before the pause.
 
-    All engines have answered `is_paused`, and put their tokens into the queue before that. The reader of the queue
-    waits in it (`_getters`) only after it has handled all of them, and never again if the engines die.
+    Every engine put its tokens into the queue before it answered `is_paused`. The reader waits for the next item
+    (`_getters`) only after it has handled all tokens, and never again if the engines die.
     """
     queue = engine.engine_core.outputs_queue
     while not queue.empty() or not queue._getters:

@@ -1,6 +1,6 @@
-"""The memory of GPUs, for servers and trainers, by the size of a model.
+"""GPU memory that servers and trainers need, by the size of a model.
 
-`python -m trl_april.server.model_size MODEL GPUS` says how many servers fit on the GPUs of this host. The launchers
+`python -m trl_april.server.model_size MODEL GPUS` prints how many servers fit on the GPUs of this host. The launchers
 call it, with vLLM's flags as further arguments. The size follows from the model's configuration, without its weights.
 """
 
@@ -17,13 +17,13 @@ from .command_line import check_model, flag_name, flag_value
 
 WEIGHTS_SHARE = 0.6  # of the memory, at most; the rest is for KV blocks, activations and CUDA graphs
 ACTIVATIONS_SHARE = 0.1  # of the memory of a GPU, a rule of thumb
-# States of an optimizer per parameter, by the first of these words in its name. None are counted where they are
-# factored, paged to the host, of a low rank, or not known.
+# Optimizer states per parameter, by the first of these words in the optimizer's name. States that are factored, paged
+# to the host, low-rank or unknown are not counted.
 STATES = {
     "paged": 0, "adafactor": 0, "galore": 0, "apollo": 0, "lomo": 0, "ademamix": 3, "adam": 2, "schedule_free": 1,
     "adagrad": 1, "lion": 1, "rmsprop": 1,
 }  # fmt: skip
-BYTES_OF_STATE = {"8bit": 1.0, "4bit": 0.5}  # by a word in its name; otherwise as many as a weight
+BYTES_OF_STATE = {"8bit": 1.0, "4bit": 0.5}  # by a word in the optimizer's name; otherwise the bytes of a weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class TrainingMemory:
 
     @property
     def total(self) -> float:
-        """The sum of all."""
+        """Weights, gradients and states together."""
         return self.weights + self.gradients + self.states
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class TrainingMemory:
 
 
 def training_memory(models: Sequence[Any], optimizer: str, *, casts: bool = False) -> TrainingMemory:
-    """Return the memory of training the first of several models, if its parameters require gradients.
+    """Return the memory of several models, of which the first is trained where parameters require gradients.
 
     With `casts`, as in DeepSpeed, it is trained in 16 bits, and the optimizer has a copy in 32 bits. Quantized
     parameters count with their packed bytes, and ZeRO-3's parameters with all of their shards (`ds_numel`).
@@ -89,7 +89,7 @@ def left_of_gpu(device: Any) -> tuple[int, int]:
 
 
 def servers_that_fit(weights: int, heads: int, memory: Sequence[int]) -> int:
-    """Return the largest number of servers, each on an equal part of the GPUs, that hold their `weights`, in bytes.
+    """Return the largest number of servers, each on an equal part of the GPUs, that can hold the `weights`, in bytes.
 
     A server divides its attention `heads` equally among its GPUs. If the weights do not fit, a server gets as many
     GPUs as possible. `memory` has the bytes of each GPU.
@@ -120,7 +120,7 @@ def model_size(model: str, *, revision: str | None = None, trust_remote_code: bo
 
 
 def gpu_memory(count: int) -> list[int]:
-    """Return the bytes of each of the first `count` GPUs. Raises [`ConfigError`] if torch has fewer GPUs."""
+    """Return the bytes of each of the first `count` GPUs. Raises [`ConfigError`] if torch finds fewer."""
     import torch
 
     found, problem, accelerator = 0, ": it is built for CPUs", torch.accelerator.current_accelerator()
@@ -143,7 +143,7 @@ def main(argv: Sequence[str]) -> int:
         check_model(model, vllm_args)
         trusts = "--trust-remote-code" in map(flag_name, vllm_args)
         size, heads = model_size(model, revision=flag_value(vllm_args, "--revision"), trust_remote_code=trusts)
-        # By itself, vLLM serves weights in float32 in 16 bits.
+        # By default, vLLM serves float32 weights in 16 bits.
         width = 4 if flag_value(vllm_args, "--dtype") in ("float", "float32") else 2
         sys.stdout.write(f"{servers_that_fit(size * width, heads, gpu_memory(int(count)))}\n")
     except AprilError as error:

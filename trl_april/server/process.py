@@ -1,4 +1,4 @@
-"""Processes of a server: started as one session, found by it, and ended together.
+"""Processes of a server: started as one session, found by its id, and ended together.
 
 A process started with `start_new_session=True` leads a session whose id is its pid. Its descendants stay in that
 session even after their parents have ended, so the session finds all of them.
@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 GRACE = 10.0  # seconds between SIGTERM and SIGKILL; vLLM needs about 1
 POLL = 0.05  # seconds between two checks whether a session has ended
 KILL_WAIT = 10.0  # seconds for the kernel to remove killed processes
-TRACKER_WAIT = 3.0  # of these, seconds for the resource tracker to free shared memory
+TRACKER_WAIT = 3.0  # seconds of KILL_WAIT for the resource tracker to free shared memory
 WATCH_POLL = 0.5  # seconds between two checks whether the owner of a session is alive
 
 # The last line of a traceback, after vLLM's prefix "(EngineCore pid=7) ERROR 11-21 06:24:08 [core.py:1433] " or none.
-# Some messages begin on the next line. For options, pydantic says the reason in the next line.
+# Some messages begin on the next line. For options, pydantic gives the reason on the next line.
 _PREFIX = r"(?:\(\w+ pid=\d+\) )?(?:ERROR .*?\] )?"
 _ERROR = re.compile(
     rf"^{_PREFIX}((?:\w+\.)*\w*(?:Error|Exception): *(?:\n{_PREFIX})?\S.*"
@@ -46,7 +46,7 @@ _WRAPPERS = re.compile(
 class ServerProcess:
     """A command that leads a new session, and also ends if this process dies.
 
-    The session keeps Ctrl-C in a terminal away from the command: its owner calls [`ServerProcess.end`].
+    Ctrl-C in a terminal does not reach the new session, so the owner calls [`ServerProcess.end`].
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Memory that trainer and server share: handles of it as JSON, and tensors in it.
+"""Memory that trainer and server share: JSON handles to the memory, and the tensors in it.
 
 Invariant: a handle opens only shared memory that torch made. A malformed handle raises `ValueError` before anything is
 opened. Neither side unpickles anything.
@@ -44,7 +44,7 @@ def identity(device: torch.device) -> str:
 
 
 def shared_buffer(size: int, device: torch.device) -> torch.Tensor:
-    """Allocate bytes that another process can open by [`handle_of`]. On a CPU, they are freed with this process."""
+    """Allocate bytes that another process opens by [`handle_of`]. On a CPU, they are freed when this process ends."""
     if device.type != "cpu":
         return torch.empty(size, dtype=torch.uint8, device=device)
     storage = torch.UntypedStorage._new_using_filename_cpu(size)  # type: ignore[no-untyped-call]
@@ -74,7 +74,7 @@ def opened(handle: Any, entries: Any, device: torch.device) -> Iterator[tuple[st
     """Open the buffer of another process, and return its tensors. All entries are checked first."""
     values = _checked_handle(handle, device.type)
     if not isinstance(entries, list):
-        raise ValueError(f"The tensors of a handle come in a list, but they are {entries!r}.")
+        raise ValueError(f"The tensors of a handle must be a list, but got {entries!r}.")
     names = [_checked_entry(entry, handle["size"]) for entry in entries]
     if device.type == "cpu":
         storage = torch.UntypedStorage._new_shared_filename_cpu(b"", *values)
@@ -85,7 +85,7 @@ def opened(handle: Any, entries: Any, device: torch.device) -> Iterator[tuple[st
 
 
 def _checked_handle(handle: Any, device: str) -> list[Any]:
-    """Return the values of a handle as torch takes them."""
+    """Return the values of a handle in the form that torch takes."""
     fields = FIELDS[device]
     if not isinstance(handle, dict) or handle.keys() != fields.keys():
         raise ValueError(f"A handle of memory on {device!r} has the fields {', '.join(fields)}, but it is {handle!r}.")

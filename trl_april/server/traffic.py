@@ -27,8 +27,8 @@ _GAUGES = {
     "vllm:num_preemptions_total": "preemptions",
 }
 _GAUGE = re.compile(rf"^({'|'.join(_GAUGES)})(?:\{{.*\}})? (\d[\d.e+-]*)$", re.MULTILINE)
-# These alone spare vLLM's API process the text of all others. Several API processes do not find metrics by name and
-# answer with none, so all are asked for then.
+# Asking for these metrics alone spares vLLM's API process the text of all others. Several API processes cannot find
+# metrics by name and return none, so all metrics are requested then.
 _METRICS = (f"/metrics?{'&'.join(f'name[]={name}' for name in _GAUGES)}", "/metrics")
 
 
@@ -37,7 +37,7 @@ class TimedRequests(requests.Session):
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
-        self.trust_env = False  # as the engine: no proxies of the environment, but its certificates
+        self.trust_env = False  # like the engine: ignore the environment's proxies, but use its certificates
         self.verify = certificates() or True
         self.seconds = seconds
 
@@ -54,7 +54,7 @@ def certificates() -> str | None:
 def server_load(session: requests.Session, base_url: str, **options: Any) -> ServerLoad | None:
     """Return the server's load over all engines as of its last step; `None` with `--disable-log-stats`.
 
-    `options` go to the request.
+    `options` are passed to the request.
     """
     answers = (session.get(f"{base_url}{path}", **options) for path in _METRICS)
     gauges = next(filter(None, (_GAUGE.findall(answer.text) for answer in answers if answer.status_code == 200)), None)
@@ -78,7 +78,7 @@ class ServerPause:
         self._is_paused = self._may_be_paused = False
 
     def is_possible(self) -> bool:
-        """Return whether the server reports the progress of paused requests. If not, requests have to be aborted."""
+        """Return whether the server reports the progress of paused requests. If not, requests must be aborted."""
         try:
             self._answer("GET", GENERATED_TOKENS_PATH.lstrip("/"))
         except AprilError as error:

@@ -14,7 +14,7 @@ RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 
 
 class WeightLoader:
-    """Methods for `/collective_rpc` that load weights from memory which the trainer shares.
+    """Methods for `/collective_rpc` that load weights from memory shared by the trainer.
 
     The class also silences a warning of every weight sync: vLLM counts the tables of rotary embeddings as weights that
     failed to load. They are computed from the configuration, and no checkpoint has them.
@@ -33,8 +33,8 @@ class WeightLoader:
     def april_load(self: Any, handle: Any, entries: Any, *, first: bool = False, last: bool = False) -> None:
         """Load some of the weights, in checkpoint format, from shared memory (see [`opened`]).
 
-        `first` and `last` mark the ends of a sync, during which the server must be paused. Without tensors in the
-        middle of a sync, the memory is only opened, as a trial.
+        `first` and `last` mark the first and last call of a sync, during which the server must be paused. A call
+        without tensors and without these marks only opens the memory, as a trial.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload

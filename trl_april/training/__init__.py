@@ -1,1 +1,1 @@
-"""What TRL takes and gives: batch, rewards, correction, micro-batches, run log."""
+"""Training on finished groups: batch, rewards, correction, micro-batches, run log."""

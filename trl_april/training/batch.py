@@ -50,7 +50,7 @@ def batch_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
 
 
 def loss_mask(groups: Sequence[Group], mask_below: float = -math.inf) -> list[list[int]]:
-    """For each token, 0 if it is outside of the loss: of tools, or of a version before `mask_below`."""
+    """For each token, 1, or 0 if it is outside of the loss: from a tool, or of a version before `mask_below`."""
     samples = [sample for group in groups for sample in group.samples]
     return [[int(v is not None and v >= mask_below) for v in sample.versions] for sample in samples]
 
@@ -145,8 +145,8 @@ def round_metrics(
 def _ratios(sums: dict[str, float], bins: Sequence[float], *, seconds: float, period: float) -> dict[str, float]:
     """Rates, means and fractions from the sums over all processes.
 
-    Rates are by the `period` since the previous round and not by the round's `seconds`: a round that overlap nearly
-    filled takes milliseconds, in which few of its tokens arrived.
+    Rates use the `period` since the previous round, not the round's `seconds`: a round that overlap has nearly filled
+    takes milliseconds, in which few of its tokens arrive.
     """
     tokens, per_second = sums["trained_tokens"], 1 / period if period else 0.0
     return {
@@ -171,9 +171,9 @@ def server_metrics(
     reduce_sum: Reduction = list,
     reduce_max: Reduction = list,
 ) -> dict[str, float]:
-    """The metrics of each of several servers since the last round closed, by its place in the list of addresses.
+    """The metrics of each of several servers since the last round closed, by its index in the list of addresses.
 
-    `busy_seconds` is the time with requests on any of them, over which `running_mean` is the mean. A collective call.
+    `busy_seconds` is the time with requests on any server, over which `running_mean` is averaged. A collective call.
     """
     if len(traffic) < 2:
         return {}
@@ -199,6 +199,6 @@ def length_bins(lengths: Iterable[int], per_doubling: int = BINS_PER_DOUBLING) -
 
 
 def length_quantile(bins: Sequence[float], share: float) -> float:
-    """The length that the share of all lengths does not exceed, up to the width of a bin."""
+    """The length that this share of all lengths does not exceed, accurate to the width of a bin."""
     number = bisect_left(list(accumulate(bins)), share * sum(bins))
     return float(round(2 ** (number / BINS_PER_DOUBLING)))

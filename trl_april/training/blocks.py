@@ -1,4 +1,4 @@
-"""The rows of a forward pass in a single row: prompts, then completions in blocks of similar length.
+"""Packs the rows of a forward pass into a single row: prompts, then completions in blocks of similar length.
 
 Invariant: a token sees its own row and its prompt, and nothing else.
 """
@@ -114,7 +114,7 @@ class Blocks:
 
     @cached_property
     def sequences(self) -> tuple[Any, ...]:
-        """Places of queries and of keys without padding, bounds of the sequences in both, and the longest of both."""
+        """Indices of queries and keys without padding, bounds of the sequences in both, and the longest in both."""
         mask = self._attention_mask.bool()
         places, *of_blocks = torch.arange(sum(self.lengths), device=mask.device).split(self.lengths)
         places = places.reshape(len(self.firsts), self.prefix)
@@ -129,7 +129,7 @@ class Blocks:
         return queries, keys, *pad(counts.cumsum(1), (1, 0)).int(), *counts.amax(1).tolist()
 
     def attend_flash(self, dtype: torch.dtype, scale: Any, window: int | None, *states: torch.Tensor) -> torch.Tensor:
-        """As [`attend`], by torch's FlashAttention in a data type, without masks, padding and repeated heads."""
+        """Like [`attend`], by torch's FlashAttention in `dtype`, without masks, padding and repeated heads."""
         from torch.nn.attention.varlen import varlen_attn
 
         queries, keys, *sequences = self.sequences
@@ -146,7 +146,7 @@ def _in_rows(states: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _mask(base: str, window: int | None, attention_mask: torch.Tensor, offset: int) -> Any:
-    """A causal mask of queries from column `offset` on, in the form of an attention."""
+    """A causal mask of queries from column `offset` on, in the form that the attention `base` takes."""
     rows, columns = attention_mask.shape
     visible = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
     return AttentionMaskInterface()[base](

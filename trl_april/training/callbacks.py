@@ -29,7 +29,7 @@ EXPLANATION = (
 
 
 def round_line(logs: Mapping[str, Any]) -> str | None:
-    """The console's line about the rounds of a log entry; `None` if it has none."""
+    """Return the console's line about the rounds in a log entry; `None` if the entry has none."""
     if f"{PREFIX}staleness_mean" not in logs:
         return None
     rate, carried, age, oldest = (
@@ -73,19 +73,19 @@ class RoundProgress(_RoundLine, ProgressCallback):
 
 
 def add_round_lines(callbacks: list[TrainerCallback], given: Sequence[Any]) -> None:
-    """Replace the printing callbacks that a trainer added by itself; those `given` by the user stay."""
+    """Replace the printing callbacks that a trainer added by itself; callbacks `given` by the user stay."""
     replacements = {PrinterCallback: RoundPrinter, ProgressCallback: RoundProgress}
     for place, callback in enumerate(callbacks):
         if type(callback) in replacements and callback not in given and type(callback) not in given:
             callbacks[place] = replacements[type(callback)]()
 
 
-# Around a step
+# Optimizer steps
 
 
 @dataclass(eq=False)
 class StepCallback(TrainerCallback):
-    """Acts while a trainer trains with APRIL.
+    """Updates session and run log around optimizer steps, and stops training after a signal.
 
     The callables return the session of the current training run (`None` between runs), its stop request, and the
     number of the next micro-step.
@@ -116,8 +116,8 @@ class StepCallback(TrainerCallback):
         if (session := self.session()) is not None:
             session.run_log.step_ended(state.global_step)
         if self.saves_on_signal and self.stop().agree(self.processes):
-            # The sender of the signal may not wait for an evaluation, after which TRL may not save. The evaluation of
-            # a complete training cannot be repeated.
+            # The sender of the signal may not wait for an evaluation, after which TRL may not save. Only the
+            # evaluation after the last step is kept: a resumed run could not repeat it.
             control.should_save = True
             if state.global_step < state.max_steps:
                 control.should_evaluate = False
@@ -138,14 +138,14 @@ class StepCallback(TrainerCallback):
     def _stop_if_agreed(self, state: TrainerState) -> None:
         """Stop after the step's checkpoint, which is written between `on_step_end` and the next event.
 
-        A complete training ends as without a signal, which may remove all checkpoints but the best.
+        Complete training ends as without a signal, which may remove all checkpoints but the best.
         """
         if self.stop().agreed and state.global_step < state.max_steps:
             raise Stopped(self.stop().agreed)
 
 
 class StockNotice(TrainerCallback):
-    """Says at the end of training that it was stock GRPO, and why."""
+    """Reports at the end of training that stock GRPO ran, and why."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason

@@ -1,9 +1,9 @@
-"""TRL's importance-sampling correction by the training forward pass, and its metrics by age and length.
+"""TRL's importance-sampling correction in the training forward pass, and its metrics by age and length.
 
 The weight of a token is the ratio of the trained policy to the policy that sampled it, truncated or masked as in TRL.
 TRL computes the log-probabilities of the trained policy while it scores a batch. If a batch is trained in a single
-optimizer step, the training forward pass yields the same values, and TRL's extra pass is left out. The trust region of
-DPPO compares the policy of each training forward pass, and comes on top of the weights.
+optimizer step, the training forward pass yields the same values, and TRL's extra pass is skipped. The trust region of
+DPPO uses the policy of each training forward pass, in addition to the weights.
 
 Tokens outside of the loss are not counted in the metrics.
 """
@@ -26,19 +26,19 @@ from ..rollout.record import Round
 logger = get_logger(__name__)
 
 AGES = ("age_0", "age_1", "age_2", "age_3+")
-# In benchmarks/stress.py, two of ten batches were below it in most trainings with learning rates that cost reward, and
-# in none with lower rates. A few tokens may have any sample size.
+# In benchmarks/stress.py, two of ten batches were below this size in most runs with learning rates that cost reward,
+# and in no run with lower rates. The sample size of few tokens is arbitrary.
 LEAST_SAMPLE_SIZE, LEAST_FRACTION = 0.95, 0.05
 SMALL_BATCHES, RECENT_BATCHES = 2, 10
 MASKED_FRACTION = "correction/dppo_masked_fraction"
-ROWS = "april_rows"  # column of a batch: the place of each sample before TRL shuffles and splits it
+ROWS = "april_rows"  # column of a batch: the index of each sample before TRL shuffles and splits it
 UNMASKED = "april_unmasked"  # key of a micro-batch, which may be trained repeatedly: its weights without trust region
 
 
 class TrainingPassCorrection:
-    """The correction of a generation batch, micro-batch by micro-batch as they are trained.
+    """Corrects a generation batch while it is trained, micro-batch by micro-batch.
 
-    TRL has scored `batch` with its own correction off. It gets a column with the places of its samples.
+    TRL has scored `batch` with its own correction off. A column with the indices of the samples is added to it.
     """
 
     def __init__(self, args: GRPOConfig, batch: dict[str, Any]) -> None:
@@ -83,7 +83,7 @@ class TrainingPassCorrection:
 
 
 class BatchCorrection:
-    """The correction of the batches of a training run, with its metrics, which `note` also takes for the log.
+    """Corrects the batches of a training run, and passes its metrics to `note` for the run log.
 
     Tokens outside of the trust region that `dppo_threshold` bounds, if any, get the weight 0; see
     [`outside_trust_region`].
@@ -111,14 +111,14 @@ class BatchCorrection:
         return metrics
 
     def defer(self, args: GRPOConfig, batch: dict[str, Any], done: Round) -> None:
-        """Leave the correction of a batch that TRL has scored without it to [`BatchCorrection.correct`]."""
+        """Defer the correction of a batch, which TRL has scored without it, to [`BatchCorrection.correct`]."""
         self._pending = TrainingPassCorrection(args, batch), done
 
     def correct(self, micro_batch: dict[str, Any], logps: torch.Tensor) -> dict[str, float]:
         """Correct a micro-batch by the log-probabilities of its training forward pass, `(B, T)`.
 
-        Returns metrics by their full names. With a trust region it is a collective call, and also with the last
-        micro-batch of a deferred batch, which yields the metrics of the batch.
+        Returns metrics by their full names. The call is collective with a trust region, and for the last micro-batch
+        of a deferred batch, which yields the metrics of the batch.
         """
         metrics = self._correct_deferred(micro_batch, logps)
         if self._dppo_threshold is not None:
@@ -145,11 +145,11 @@ class BatchCorrection:
 
 
 def outside_trust_region(micro_batch: dict[str, Any], logps: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Tokens that the trust region of DPPO leaves out of the loss, `(B, T)`.
+    """Tokens that the trust region of DPPO removes from the loss, `(B, T)`.
 
-    Their probability has moved by more than `threshold` from the probability that they were sampled with, in the
-    direction in which their advantage would move it further: the mask of DPPO-Binary-TV (arXiv 2602.04879), relative
-    to the policy that sampled. `logps` are log-probabilities under the policy that is trained.
+    Since they were sampled, their probability has moved by more than `threshold` in the direction that their advantage
+    reinforces: the mask of DPPO-Binary-TV (arXiv 2602.04879), relative to the sampling policy. `logps` are
+    log-probabilities under the policy that is trained.
     """
     advantages = micro_batch["advantages"]
     direction = advantages.sign() if advantages.ndim == 2 else advantages.sign()[:, None]
@@ -184,7 +184,7 @@ def correction_metrics(
 ) -> dict[str, float]:
     """Metrics of the correction of a batch that TRL has scored, over all processes.
 
-    `groups` has the batch in order, and `version` is the policy version under which it is trained.
+    `groups` has the groups of the batch in order, and `version` is the policy version under which it is trained.
 
     Returns:
         `dict[str, float]`: The number of carried tokens (age 1 and more), and for each age (0, 1, 2, 3 and more) and
@@ -249,14 +249,14 @@ def correction_metrics(
 
 
 class DriftWatch:
-    """Warns once if the policy moves too fast for its carried tokens: small effective sample sizes repeat."""
+    """Warns once if the policy moves too fast for its carried tokens: effective sample sizes are small repeatedly."""
 
     def __init__(self) -> None:
         self._are_small = deque[bool](maxlen=RECENT_BATCHES)
         self._has_warned = False
 
     def warning(self, metrics: dict[str, float]) -> str | None:
-        """The warning about a batch, if any, by the metrics of its correction."""
+        """Return the warning about a batch, if any, from the metrics of its correction."""
         sizes = [
             (metrics[f"correction/{name}/effective_sample_size"], age)
             for age, name in enumerate(AGES)
@@ -285,7 +285,7 @@ def _loss_mask(batch: dict[str, Any]) -> torch.Tensor:
 
 
 def _log_ratio(batch: dict[str, Any], logps: torch.Tensor) -> torch.Tensor:
-    """Log of the ratio of `logps` to those that the tokens were sampled with; 0 outside of the loss or if unknown."""
+    """Log of the ratio of `logps` to the log-probabilities at sampling; 0 outside of the loss or if unknown."""
     return torch.nan_to_num((logps - batch["sampling_per_token_logps"]) * _loss_mask(batch), nan=0.0)
 
 

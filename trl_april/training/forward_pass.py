@@ -1,12 +1,12 @@
 """The forward pass of a micro-batch: each prompt once, and little padding.
 
-TRL computes the prompt again for each completion of a group, and pads all completions to the longest. Here the rows of
-a forward pass follow one another in a single row of the model: first the prompts, then the completions in blocks
-of similar length. Only attention needs to know the blocks, since the rest of a transformer works position by
-position. A model that does not allow this, or whose log-probabilities differ, has its rows side by side, without the
-columns after the longest completion.
+TRL computes the prompt again for each completion of a group, and pads all completions to the longest. Here, the rows
+of a forward pass are packed into a single row: first the prompts, then the completions in blocks of similar length.
+Only attention needs to know the blocks, since the rest of a transformer works position by position. If a model does
+not allow this, or its log-probabilities differ, its rows stay side by side, without the columns after the longest
+completion.
 
-Invariant: every token has the log-probability and the gradient that it has in a separate row without padding.
+Invariant: every token has the log-probability and the gradient that it would have in a separate row without padding.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from .micro_batches import columns_needed, parts_within, same_prompts, widest_fi
 logger = get_logger(__name__)
 
 IN_BLOCKS = "april_blocks_"  # before the name of the attention that computes each block
-ATTENTIONS = ("sdpa", "eager")  # that were tested with blocks
+ATTENTIONS = ("sdpa", "eager")  # tested with blocks
 FLASH_DTYPES = (torch.float16, torch.bfloat16)  # of FlashAttention, which torch has for some devices
-# Of log-probabilities with and without blocks, in nats. In float32, some thirty families differ by 1e-6.
+# Between log-probabilities with and without blocks, in nats. In float32, some thirty families differ by 1e-6.
 LARGEST_DIFFERENCE, LARGEST_DIFFERENCE_IN_16_BITS = 1e-4, 0.25
 SHORT_WINDOW = 5  # of sliding attention in this comparison
-# Numbers by which a model is random in training, and families that read theirs from the configuration in each pass.
+# Names of dropout rates and the like, and model families that read them from the configuration in each pass.
 RANDOM = re.compile("drop|^(input_)?jitter_noise$")
 RANDOM_BY_CONFIG = ("falcon", "gpt_neo", "gptj", "persimmon")
 
@@ -56,11 +56,11 @@ def without_padding(
     multiple: int | None = None,
     **kwargs: Any,
 ) -> PerToken:
-    """TRL's `_get_per_token_logps_and_entropies` (`per_token`), in a single forward pass or in parts.
+    """Call TRL's `_get_per_token_logps_and_entropies` (`per_token`), in a single forward pass or in parts.
 
-    A part has `batch_size` rows; in blocks, as many as fit into the positions of so many padded rows. Prompts are
-    padded on their left and completions on their right. `multiple` is TRL's `pad_to_multiple_of`.
-    Omitted columns are 0. Entropies and the auxiliary loss are `None` unless TRL computes them.
+    A part has `batch_size` rows; in blocks, as many rows as fit into the positions of `batch_size` padded rows.
+    Prompts are padded on the left and completions on the right. `multiple` is TRL's `pad_to_multiple_of`. Omitted
+    columns are 0. Entropies and the auxiliary loss are `None` unless TRL computes them.
     """
     mask = attention_mask[:, -logits_to_keep:]
     base, prompts = base_attention(model), None
@@ -98,8 +98,8 @@ def without_padding(
 def with_positions(per_token: Callable[..., PerToken]) -> Callable[..., PerToken]:
     """TRL's `_get_per_token_logps_and_entropies` (`per_token`), with positions that count from each row's first token.
 
-    TRL pads prompts on their left, and gives no positions. Models with learned positions, or that normalize after
-    RoPE, then compute something else than a server, which never pads.
+    TRL pads prompts on the left and passes no positions. Models with learned positions, or with a norm after RoPE,
+    then compute different values than a server, which never pads.
     """
     return lambda model, *args, **kwargs: per_token(partial(_call_with_positions, model), *args, **kwargs)
 
@@ -111,7 +111,7 @@ def _call_with_positions(model: Callable[..., Any], *, attention_mask: torch.Ten
 
 
 def takes_positions(model: Callable[..., Any]) -> bool:
-    """Whether positions can be given. Models with a multimodal RoPE compute theirs from the mask and the images."""
+    """Whether a model takes positions. With a multimodal RoPE, it computes them from the mask and the images."""
     if isinstance(model, torch.nn.Module):
         base = extract_model_from_parallel(model, keep_torch_compile=False)
         base = base.get_base_model() if is_peft_model(base) else base
@@ -136,10 +136,10 @@ def _call_in_blocks(
     labels: torch.Tensor,
     **kwargs: Any,
 ) -> SimpleNamespace:
-    """A model's call by TRL, with its rows in blocks."""
+    """Call a model as TRL does, but with its rows in blocks."""
     prompts = same_prompts(input_ids[:, :-kept], attention_mask[:, :-kept])
     blocks = Blocks(attention_mask, prompts, kept, base, multiple)
-    marker = input_ids.new_ones(1, 1, 1, 1)  # taken as it is, for its four dimensions
+    marker = input_ids.new_ones(1, 1, 1, 1)  # four dimensions, so transformers passes it on unchanged
     marker.april_blocks = blocks  # for models that pass no further arguments on to their attention
     output = model(
         input_ids=blocks.pack(input_ids),
@@ -183,7 +183,7 @@ def _attention(
 
 
 def random_numbers(model: torch.nn.Module) -> Iterator[tuple[object, str, float]]:
-    """Numbers above 0 by which the forward pass of a model is random in training: owner, name and value."""
+    """Dropout rates and other numbers above 0 that make a forward pass random: owner, name and value."""
     for module in model.modules():
         config = getattr(module, "config", None)
         reads_config = getattr(config, "model_type", None) in RANDOM_BY_CONFIG
@@ -195,8 +195,8 @@ def random_numbers(model: torch.nn.Module) -> Iterator[tuple[object, str, float]
 
 
 def base_attention(model: torch.nn.Module) -> str | None:
-    """The attention that computes each block of a model in [`attention_in_blocks`], else `None`."""
-    config = getattr(getattr(model, "module", model), "config", None)  # DDP's is in its module
+    """Return the attention that computes each block of a model in [`attention_in_blocks`], or `None`."""
+    config = getattr(getattr(model, "module", model), "config", None)  # under DDP, the module has it
     name = str(getattr(config, "_attn_implementation", None))
     return name.removeprefix(IN_BLOCKS) if name.startswith(IN_BLOCKS) else None
 
@@ -205,7 +205,7 @@ def base_attention(model: torch.nn.Module) -> str | None:
 def attention_in_blocks(
     models: Iterable[torch.nn.Module], any_process: Callable[[bool], bool] = bool
 ) -> Iterator[None]:
-    """In this context, models that allow it in all processes compute rows in blocks. They are restored at its end.
+    """In this context, models that allow it in all processes compute rows in blocks. They are restored at the end.
 
     `any_process` is [`OneProcess.any`] of the processes that train them.
     """
@@ -253,7 +253,7 @@ def why_side_by_side(config: PreTrainedConfig) -> str | None:
 def _why_different(model: torch.nn.Module, dtype: torch.dtype | None = None) -> str | None:
     """Why log-probabilities of a few random rows differ in blocks, if they do; with `dtype`, in mixed precision.
 
-    Windows are short meanwhile.
+    Attention windows are short during the comparison.
     """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(min(1000, model.config.vocab_size), (4, 13), generator=generator)
@@ -284,7 +284,7 @@ def _why_different(model: torch.nn.Module, dtype: torch.dtype | None = None) -> 
         model.train(was_training)
         for owner, length in zip(windows, lengths, strict=True):
             owner.sliding_window = length
-    # Under autocast and TF32, too, products are rounded to 8 or 10 bits.
+    # Autocast and TF32 also round products, to 8 or 10 bits.
     rounds = dtype is not None or weight.dtype.itemsize < 4 or "_original_forward" in vars(model)
     rounds |= getattr(torch.backends.cuda.matmul, "fp32_precision", None) == "tf32"
     bound = LARGEST_DIFFERENCE_IN_16_BITS if rounds else LARGEST_DIFFERENCE

@@ -4,7 +4,7 @@ TRL shuffles the samples of a generation batch and cuts it into micro-batches of
 samples of each optimizer step are sorted, so that samples of the same prompt, or else of similar length, share a
 micro-batch. Where a forward pass leaves out padding, a micro-batch holds as many samples as fit into TRL's with
 padding. The training loop still counts TRL's micro-batches, so some are empty: the first of a step, since processes
-exchange their gradients after the last.
+exchange gradients after the last micro-batch.
 
 Invariant: an optimizer step trains the samples that TRL chose for it, each with the same share of the loss, in as many
 micro-batches as TRL counts.
@@ -38,7 +38,7 @@ def regrouped(
 ) -> list[MicroBatch]:
     """Sort the samples of each optimizer step by width, the widest first, in micro-batches of the same size.
 
-    Processes wait for each other in every micro-batch, and so have their wide rows at the same time. Values that all
+    Processes wait for each other in every micro-batch, so they should have wide rows at the same time. Values that all
     samples of a micro-batch share (scalars and `None`) stay. `multiple` is TRL's `pad_to_multiple_of`.
     """
     results = []
@@ -59,10 +59,10 @@ def filled(
 ) -> list[MicroBatch]:
     """Sort the samples of each optimizer step by prompt and width, in as few micro-batches as possible.
 
-    A micro-batch has at most the positions of TRL's, rows times columns with prompts and padding. A sample counts with
-    its prompt and its completion. Empty micro-batches come first, then the groups with the widest samples.
-    The others are filled evenly, which keeps the peak of memory low. A micro-batch computes a prompt once, so samples
-    stay together in units: the greatest number that divides the samples of each prompt and of TRL's micro-batches.
+    A micro-batch has at most as many positions as TRL's: rows times columns, with prompts and padding. A sample counts
+    with its prompt and its completion. Empty micro-batches come first, then the groups with the widest samples. The
+    others are filled evenly, which keeps the peak of memory low. A micro-batch computes a prompt once, so samples stay
+    together in units: the greatest number that divides the samples of each prompt and of TRL's micro-batches.
 
     The micro-batches of all processes have the same numbers of rows, since TRL gathers a value for each row. The
     process with the widest rows sets the limit. A collective call.
@@ -94,7 +94,7 @@ def filled(
 
 
 def weight_of_loss(micro_batch: MicroBatch, loss_type: str) -> float:
-    """Factor of TRL's loss with which each sample counts as in TRL's micro-batches; 0 without samples."""
+    """Factor for TRL's loss that weights each sample as in TRL's micro-batches; 0 without samples."""
     share: float = micro_batch.get(SHARE, 1.0)
     return 1.0 if share and loss_type in BY_TOKENS else share
 
@@ -106,7 +106,7 @@ def _by_step(micro_batches: list[MicroBatch], gradient_accumulation_steps: int) 
 
 
 def _joined(micro_batches: list[MicroBatch], order: torch.Tensor) -> MicroBatch:
-    """The samples of micro-batches in an order."""
+    """Join the samples of micro-batches in this order."""
     joined = {}
     for name, value in micro_batches[0].items():
         parts = [micro_batch[name] for micro_batch in micro_batches]
@@ -168,7 +168,7 @@ def same_prompts(prompt_ids: torch.Tensor, prompt_mask: torch.Tensor) -> torch.T
 
 
 def cheapest_parts(widths: Sequence[int], cost_of_part: float) -> list[int]:
-    """Cut rows of decreasing widths into parts. A part costs its rows times its largest width, and a constant."""
+    """Cut rows of decreasing width into the cheapest parts: each costs its rows times its width, plus a constant."""
     costs, starts = [0.0], [0]  # of the first rows, and where their last part starts
     for end in range(1, len(widths) + 1):
         cost, start = min((costs[at] + (end - at) * widths[at] + cost_of_part, at) for at in range(end))
@@ -194,7 +194,7 @@ def parts_within(costs: torch.Tensor, limit: int) -> list[int]:
 
 
 def even_parts(costs: torch.Tensor, count: int) -> list[int]:
-    """Cut rows into at most `count` consecutive parts of which the most expensive of any process costs the least."""
+    """Cut rows into at most `count` consecutive parts so that the most expensive part of any process is cheapest."""
     limits = range(int(costs.sum(dim=1).max()) + 1)
     limit = bisect_left(limits, True, lo=int(costs.max()), key=lambda limit: len(parts_within(costs, limit)) <= count)
     return parts_within(costs, limit)

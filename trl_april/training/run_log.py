@@ -7,7 +7,7 @@
 ```
 
 Times are seconds since the last `run` line. Invariants: only the last line can be incomplete; no text of prompts,
-completions or dataset rows is written, so the file may be published; and no write error stops the training.
+completions or dataset rows is written, so the file may be published; and no write error stops training.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class RunLog:
     """Writes the run log, in the main process only (`folder` is the trainer's `output_dir` there).
 
     Requests in flight and times are of the main process; lengths, ages and metrics are of all processes. A run that
-    resumes at a step continues the file; otherwise it is replaced. `options` are plain values for the `run` line, and
-    `clock` is the clock of the rounds' event loop.
+    resumes at a step appends to the file; any other run replaces the file. `options` are plain values for the `run`
+    line, and `clock` is the clock of the rounds' event loop.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class RunLog:
         self._reduce_sum, self._processes, self._clock = reduce_sum, processes, clock
         self._path = None if folder is None else folder / FILE
         self._zero = clock()
-        self._phases: dict[str, tuple[float, float]] = {}  # of the present round
+        self._phases: dict[str, tuple[float, float]] = {}  # of the current round
         self._metrics: dict[str, float] = {}
-        self._rounds: list[dict[str, Any]] = []  # lines of the present optimizer step
+        self._rounds: list[dict[str, Any]] = []  # lines of the current optimizer step
         self._works_since: float | None = None  # start of the trainer's work on an optimizer step
         self._worked: list[tuple[float, float]] = []
         line = {
@@ -85,7 +85,7 @@ class RunLog:
     def timing(self, phase: str) -> Iterator[None]:
         """Record start and end of a phase of the round: `"sync"`, `"scoring"`, or within it `"reward_calls"`.
 
-        It interrupts the trainer's step.
+        The phase does not count as the trainer's work on its step.
         """
         self._stop_work()
         started = self._now()
@@ -95,11 +95,11 @@ class RunLog:
             self._phases[phase] = (started, self._now())
 
     def round_began(self) -> None:
-        """A round starts: phases and metrics are its own from here on."""
+        """Start a round, with new phases and metrics."""
         self._phases, self._metrics = {}, {}
 
     def note(self, metrics: Mapping[str, float]) -> None:
-        """Add metrics of the present round, up to the end of its optimizer step."""
+        """Add metrics of the current round, up to the end of its optimizer step."""
         self._metrics |= {name: value for name, value in metrics.items() if "/length_q" not in name}
 
     def add_round(self, done: Round, rewards: Mapping[str, float]) -> None:
@@ -134,11 +134,11 @@ class RunLog:
         self.step_began()
 
     def step_began(self) -> None:
-        """The trainer started an optimizer step. The time of a round within it is not counted as work."""
+        """Start the trainer's work on an optimizer step. The time of a round within it is not counted."""
         self._works_since = self._now()
 
     def step_ended(self, step: int) -> None:
-        """The trainer finished the optimizer step that leads to this policy version."""
+        """End the work on the optimizer step that leads to this policy version, and write its lines."""
         self._stop_work()
         for line in self._rounds:
             self._write(line)
@@ -179,7 +179,7 @@ class RunLog:
 
 
 def run_options(args: GRPOConfig, options: AprilOptions, pool: Pool) -> dict[str, Any]:
-    """The part of a configuration that the `run` line has."""
+    """Return the options that the `run` line has."""
     of_april = {option.name: getattr(options, option.name) for option in fields(options)}
     del of_april["weight_sync_dir"]  # a private path
     return of_april | {
@@ -202,9 +202,9 @@ def outline(done: Round) -> Round:
 
 
 def thinned(series: Sequence[tuple[float, float]], end: float, points: int = POINTS) -> list[tuple[float, float]]:
-    """A step function with at most so many points, given as times and values at its changes.
+    """Thin a step function, given as times and values at its changes, to at most so many points.
 
-    A longer series becomes means over equal intervals up to `end`, which keeps the area, and the last value.
+    A longer series becomes means over equal intervals up to `end`, which keep the area, and the last value.
     """
     if len(series) <= points:
         return list(series)

@@ -19,10 +19,10 @@ from ..rollout.record import Round
 
 
 START = 3.0
-INCREASE, DECREASE = 0.5, 0.8  # a summand and a factor
+INCREASE, DECREASE = 0.5, 0.8  # added to the factor, and multiplied with it
 FULL = 0.95  # of the KV cache
 FEW = 0.1  # preemptions per request
-FASTER, SLOWER = 1.02, 0.99  # decode rates that justify a higher factor, and that rule out a lower one
+FASTER, SLOWER = 1.02, 0.99  # ratios of decode rates that justify a step up, and that undo a step down
 ROUNDS = 6  # of a measurement
 REST = 6  # measurements after a step that did not pay
 HIGHEST = 8.0
@@ -31,7 +31,7 @@ Reduction = Callable[[Sequence[float]], list[float]]
 
 
 class Change(NamedTuple):
-    """A new factor from the next round on."""
+    """A change of the factor from the next round on."""
 
     before: float
     after: float
@@ -59,12 +59,12 @@ class AdmissionControl:
     ) -> None:
         schedule = self._schedule = pool.schedule
         self._reduce_sum, self._is_first = reduce_sum, is_first
-        # The bound holds under every policy: without its guarantee, older tokens are masked or unwelcome.
+        # The bound is respected under every policy: if it is not enforced, older tokens are masked or unwanted.
         rounds = HIGHEST if schedule.max_staleness is None else schedule.max_staleness // schedule.versions_per_round
         self.highest = max(1.0, min(rounds + 1, HIGHEST, max_groups / schedule.quota))
         self.factor = min(max(START, len(schedule) / schedule.quota), self.highest)
         schedule.set_target(self.factor)
-        self._before: float | None = None  # the factor before a step that is not yet judged
+        self._before: float | None = None  # the factor before a step that is not yet evaluated
         self._rate = 0.0  # tokens per second at that factor
         self._rest = 0  # measurements until the next step
         self._preemptions = 0
@@ -91,7 +91,7 @@ class AdmissionControl:
             self._has_room &= preempted < FEW * requests
 
     def choose(self) -> Change | None:
-        """Set the factor of the round that starts now; returns a change, if any."""
+        """Set the factor of the round that is about to start. Returns the change, if any."""
         if self._rounds < ROUNDS or not self._seconds:
             return None
         rate, is_full = self._tokens / self._seconds, self._full > self._rounds / 2

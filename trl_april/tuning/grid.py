@@ -1,4 +1,4 @@
-"""A grid of simulated configurations, and which of them to train with.
+"""A grid of simulated configurations, and the configuration to train with.
 
 The synchronous reference is first in every grid. Impossible configurations are left out with a reason.
 """
@@ -30,7 +30,7 @@ class Grid:
 
     @property
     def synchronous(self) -> Result:
-        """The reference."""
+        """The synchronous reference."""
         return self.results[0]
 
     def gain(self, result: Result) -> float:
@@ -70,7 +70,7 @@ def simulate_grid(
     grid = Grid(scenario)
     wanted = itertools.product(dict.fromkeys(modes), [*fixed, *sorted(given - {*fixed})])
     for mode, factor in [(Mode.SYNCHRONOUS, 1.0), *wanted]:
-        # At factor 1, nothing is left over: the synchronous mode again.
+        # At factor 1, no groups are left over, so these modes equal the synchronous mode.
         if grid.results and (mode is Mode.SYNCHRONOUS or factor == 1.0 and not mode.overlaps):
             continue
         try:
@@ -96,9 +96,9 @@ class Recommendation:
 def recommend(
     grid: Grid, *, max_staleness: int | None = None, max_staleness_mean: float | None = None
 ) -> Recommendation:
-    """The configuration with the least staleness among all within 2 % of the highest throughput.
+    """Return the configuration with the least staleness among all within 2 % of the highest throughput.
 
-    The bounds hold in addition to the bound of the scenario: on the staleness of every token, and on the mean.
+    The bounds, on the staleness of every token and on the mean, apply in addition to the scenario's bound.
     """
     oldest = math.inf if max_staleness is None else max_staleness
     mean = math.inf if max_staleness_mean is None else max_staleness_mean

@@ -1,4 +1,4 @@
-"""What is simulated: completion lengths, and the workload, servers and trainer around them.
+"""The simulated scenario: completion lengths, workload, servers and trainer.
 
 A length is a function of the seed, the group and the sample alone, so all configurations are simulated with the same
 completions.
@@ -27,7 +27,7 @@ from ..pool.staleness import check_bound
 from .step_time import StepTime, reading
 
 
-UNITS = 1024  # of the longest completion, at most
+UNITS = 1024  # of the pool in the longest completion, at most
 POINTS = 4096  # of a distribution of lengths that is read from a log
 # Quantiles of completion lengths that the trainer logs every round, and TRL's own extremes.
 LOGGED = {
@@ -56,7 +56,7 @@ class Lognormal:
 
     def at(self, score: float) -> int:
         """The length at a standard normal `score`: 0 is the median, 1.28 the 90th percentile."""
-        # Past the exponent's range, the result is the longest in any case.
+        # Beyond this exponent, the result is the longest length in any case.
         drawn = self.median * math.exp(min(self.sigma * score, 700.0))
         return round(min(self.longest, max(self.shortest, drawn)))
 
@@ -100,7 +100,7 @@ Lengths = Lognormal | Histogram
 
 
 def draw(lengths: Lengths, group_id: int, index: int, *, seed: int, correlation: float = 0.0) -> int:
-    """The length of a sample. `correlation` is between the normal scores of two samples of a group."""
+    """Return the length of a sample. `correlation` is between the normal scores of two samples of a group."""
     # The same draws as in benchmarks/rollout.py, so that simulation and measurement can be compared.
     score = random.Random(f"{seed}/{group_id}/{index}").normalvariate(0.0, 1.0)
     if correlation:
@@ -149,7 +149,7 @@ def read_log(path: Path) -> Histogram:
             "GRPO does not. Give a histogram instead."
         )
     means = [sum(column) / len(rounds) for column in zip(*rounds, strict=True)]
-    # Binned quantiles are inexact and may pass the exact extremes.
+    # Binned quantiles are inexact and may lie beyond the exact extremes.
     low, high = max(1.0, means[0]), max(1.0, means[-1])
     quantiles = list(accumulate((min(max(mean, low), high) for mean in means), max))
     drawn = np.exp(np.interp(np.linspace(0.0, 1.0, POINTS), list(LOGGED.values()), np.log(quantiles)))
@@ -201,7 +201,7 @@ class Scenario:
             object.__setattr__(self, "quantum", max(1, math.ceil(self.lengths.longest / UNITS)))
 
     def units(self, tokens: int) -> int:
-        """This many tokens in the pool's units, rounded up."""
+        """Convert tokens to the pool's units, rounded up."""
         return math.ceil(tokens / self.quantum)
 
     def as_json(self) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """Simulated inference servers, and a rollout engine in front of them.
 
-A server has a queue, and steps that give every running sequence a token. A step that has begun runs to its end with
-its sequences and its duration. Nothing changes between two events, so all steps in between are a single event.
+A server has a queue, and each step gives every running sequence a token. Once started, a step keeps its sequences and
+its duration. Nothing changes between two events, so all steps in between are a single event.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class SimulatedServer:
             self._end_stretch_at(job.arrival)
 
     def cut(self, job: Job) -> int:
-        """End a job; returns the tokens that it has by now, all of them if it ends in this instant."""
+        """End a job. Returns the tokens that it has generated, all of them if it ends at this instant."""
         self.load -= 1
         job.is_cut = True
         generated = self.generated(job)
@@ -111,7 +111,7 @@ class SimulatedServer:
         self._plan(asyncio.get_running_loop().time())
 
     def generated(self, job: Job) -> int:
-        """Tokens that a job has by now."""
+        """Return the tokens that a job has generated so far."""
         if job not in self._running:
             return job.done
         elapsed = math.floor(self._steps_until(asyncio.get_running_loop().time()) + ROUNDING)
@@ -122,7 +122,7 @@ class SimulatedServer:
         return steps * (self._seconds + self._growth * (steps - 1) / 2)
 
     def _steps_until(self, when: float) -> float:
-        """How many steps of the current stretch fit in before `when`: the inverse of `_duration`."""
+        """Return how many steps of the current stretch fit in before `when`: the inverse of `_duration`."""
         elapsed = max(0.0, when - self._began)
         first = self._seconds - self._growth / 2
         return 2 * elapsed / (first + math.sqrt(first * first + 2 * self._growth * elapsed))
@@ -186,7 +186,7 @@ class SimulatedServer:
             self._wake_at(self._coming[0][0])
 
     def _preempt(self) -> bool:
-        """Preempt jobs until the KV cache has space for the next token of all others; returns whether any was."""
+        """Preempt jobs until the KV cache has space for the next token of all others. Returns whether any job was."""
         before = self.preemptions
         while len(self._running) > 1 and self._context + len(self._running) > self._capacity:
             job = next(reversed(self._running))
@@ -230,7 +230,7 @@ class SimulatedServer:
 class _Stream:
     job: Job
     server: SimulatedServer
-    tokens: asyncio.Future[int]  # that the request has generated in the end
+    tokens: asyncio.Future[int]  # that the request has generated when it ends
     before: int  # tokens that its sample had before
     held: int  # the same in the driver's units
 
@@ -239,8 +239,8 @@ class SimulatedEngine:
     """A [`~trl_april.engine.protocol.RolloutEngine`] with the completions of a [`Scenario`].
 
     A token of the driver stands for `scenario.quantum` real tokens. Requests of a group with the same cache salt go to
-    the server that was least loaded at the first request, and share the prompt there. A stream is a chunk, at its end
-    or abort. The engine knows the tokens of a sample exactly across aborts.
+    the server that was least loaded at the first request, and share the prompt there. A stream has a single chunk, at
+    its end or abort. The engine knows the tokens of a sample exactly across aborts.
     """
 
     def __init__(self, scenario: Scenario) -> None:
@@ -271,7 +271,7 @@ class SimulatedEngine:
         return self._lengths[group_id]
 
     def forget(self, group_id: int) -> None:
-        """Free what is known of a group that was trained or discarded."""
+        """Free the state of a group that was trained or discarded."""
         self._lengths.pop(group_id, None)
         self._homes.pop(group_id, None)
         for index in range(self.scenario.group_size):
@@ -288,7 +288,7 @@ class SimulatedEngine:
         finally:
             del self._streams[request.request_id]
             if not stream.tokens.done() or stream.tokens.cancelled():
-                stream.server.cut(stream.job)  # the reader was cancelled
+                stream.server.cut(stream.job)  # the reader was canceled
         if after == length:
             self._progress.pop(key, None)
             units, reason = self.scenario.units(length) - request.generated, "stop"
@@ -298,7 +298,7 @@ class SimulatedEngine:
         yield Chunk(self._token_ids[:units], self._logprobs[:units], reason)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        # Until the abort reaches the servers they continue, and a request may still finish.
+        # Until the abort reaches the servers, they continue, and a request may still finish.
         delay = ABORT_REACHES_SERVERS * self.scenario.abort_seconds
         asyncio.get_running_loop().call_later(delay, self._cut, list(request_ids))
 

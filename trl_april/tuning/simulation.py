@@ -31,16 +31,16 @@ RUN_ID = "simulated"
 
 
 class Mode(StrEnum):
-    """How groups are handled that are unfinished when a batch is complete.
+    """How unfinished groups are handled when a batch is complete.
 
-    - `synchronous`: none are; every round waits for its longest completion.
+    - `synchronous`: there are none, since every round waits for its longest completion.
     - `abort`: they are aborted, kept, and resumed in the next round, with a new prefill.
     - `reuse`: as `abort`, but a resumed sample finds its keys and values in the server's cache.
     - `overlap`: they continue while the trainer trains, and are aborted for the weight sync only.
     - `both`: overlap and reuse.
     - `keep`: overlap without aborts: servers pause for the weight sync with their requests in place.
-    - `discard`: they are thrown away: a baseline without a pool, which trains on the shorter completions.
-    - `uninterrupted`: they are never aborted, and training and weight sync take no time: the limit.
+    - `discard`: they are discarded. This baseline without a pool trains on the shorter completions.
+    - `uninterrupted`: they are never aborted, and training and weight sync take no time: the upper limit.
     """
 
     SYNCHRONOUS = "synchronous"
@@ -54,7 +54,7 @@ class Mode(StrEnum):
 
     @property
     def resume_kv(self) -> str:
-        """The setting of APRILGRPOConfig."""
+        """The value of this setting in APRILGRPOConfig."""
         return "keep" if self is Mode.KEEP else "reuse" if self in (Mode.REUSE, Mode.BOTH) else "recompute"
 
     @property
@@ -64,7 +64,7 @@ class Mode(StrEnum):
 
     @property
     def can_be_trained(self) -> bool:
-        """Whether APRILGRPOConfig has settings for it."""
+        """Whether APRILGRPOConfig has settings for this mode."""
         return self not in (Mode.DISCARD, Mode.UNINTERRUPTED)
 
 
@@ -113,7 +113,7 @@ def run(scenario: Scenario, mode: Mode, factor: float | str) -> Result:
     if factor == AUTO and (mode is Mode.SYNCHRONOUS or not mode.can_be_trained):
         raise ConfigError(f"over_provisioning='auto' is impossible in the mode {mode}. Give a number.")
     simulation = _Simulation(scenario, mode, factor_of(factor))
-    # Looking for reference cycles among some hundred thousand samples, which have none, would take half of the time.
+    # Searching some hundred thousand samples for reference cycles, which they lack, would take half of the time.
     gc.disable()
     try:
         simulate(simulation.simulate())
@@ -150,10 +150,10 @@ class _Simulation(RoundSteps):
         self._before = (0.0, 0)  # seconds and tokens before the measurement
         self._factors: list[float] = []
         self._carried = 0
-        self._context = 0.0  # tokens before it, summed over all trained tokens
+        self._context = 0.0  # of each trained token, summed
 
     def _start_over(self) -> None:
-        """An empty pool, and a driver for it."""
+        """Create an empty pool and its driver."""
         scenario = self.scenario
         self.pool = Pool(
             scenario.quota,
@@ -178,7 +178,7 @@ class _Simulation(RoundSteps):
         await self.engine.close()
 
     async def _rounds(self) -> None:
-        """Rounds of the loop of training."""
+        """Run rounds by the same loop as training."""
         scenario = self.scenario
         version = self._first_round * scenario.updates_per_batch
         for _ in range(self._first_round, scenario.warmup + scenario.rounds):
@@ -193,7 +193,7 @@ class _Simulation(RoundSteps):
             await self._loop.sync(version)
         self._stop_measuring()
 
-    # Steps of the loop
+    # Steps of the round loop
 
     async def pause(self, *, keeps_weights: bool) -> bool:
         await self._driver.stop_asking()
@@ -230,7 +230,7 @@ class _Simulation(RoundSteps):
         self._train(group.group_id for group in done.groups)
 
     async def _uninterrupted(self) -> None:
-        """Train every group once it is finished, and start another."""
+        """Train every group as soon as it is finished, and start another group."""
         scenario, finished = self.scenario, asyncio.Queue[int]()
 
         async def generate(request_id: str) -> None:

@@ -22,8 +22,8 @@ EXAMPLE = "1:0.0025,8:0.0032,16:0.0033,32:0.0039,64:0.0058,128:0.0099"
 class StepTime:
     """Seconds per step of an engine.
 
-    Times are linear between the points, constant below the first, and follow the last slope beyond the last, but never
-    fall there.
+    Times are linear between the points and constant below the first point. Beyond the last point, they follow the last
+    slope, but never fall.
     """
 
     points: tuple[tuple[int, float], ...]  # sequences, ascending, and seconds per decode step
@@ -85,7 +85,7 @@ def parse_step_time(text: str, prefill_seconds: float = 0.0, context_seconds: fl
 def read_speed(
     path: Path, prefill_seconds: float | None = None, context_seconds: float | None = None
 ) -> tuple[StepTime, int]:
-    """Read what `benchmarks/calibration.py` measured, and how many sequences run at once.
+    """Read the step times that `benchmarks/calibration.py` measured, and the number of concurrent sequences.
 
     Arguments override values of the file.
     """
@@ -100,7 +100,7 @@ def read_speed(
 
 @contextmanager
 def reading(path: Path, expected: str) -> Iterator[str]:
-    """The text of a file. Failing to read or parse it raises a [`ConfigError`] that says what was expected."""
+    """Yield the text of a file. Errors of reading or parsing become a [`ConfigError`] that says what was expected."""
     try:
         yield path.read_text()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

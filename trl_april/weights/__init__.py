@@ -1,1 +1,1 @@
-"""Trainer weights to the server: transports, names, the check that they arrived, recovery from an outage."""
+"""Sync of weights to the servers: transports, parameter names, verification, and recovery from outages."""

@@ -1,7 +1,7 @@
-"""Weight sync by adapters: only the adapter of a LoRA model travels, under a new name in each sync.
+"""Weight sync by adapters: only the adapter of a LoRA model is sent, under a new name in each sync.
 
-Invariant: servers have an adapter, and this host its files, as long as a request may use it. The base never changes,
-so it may be quantized. vLLM keeps the KV blocks of different adapters apart.
+Invariant: as long as a request may use an adapter, servers have it, and this host has its files. The base never
+changes, so it may be quantized. vLLM keeps the KV blocks of different adapters apart.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .names import COMPILED, Parameters
 from .synced_server import FRESH, Each, Load, SyncedServer
 
 
-PREFIX = "trl-april-"  # of an adapter's name, which is also the weight version of a server that has it
-# Options of a LoRA that leave the base weights alone and that vLLM reads, or needs not know. It would ignore others.
+PREFIX = "trl-april-"  # of adapter names; a name is also the weight version of a server with this adapter
+# LoRA options that leave the base weights unchanged, and that vLLM reads or need not know. It would ignore others.
 _SERVED_OPTIONS = {
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "use_rslora",
@@ -43,8 +43,8 @@ class _Adapter:
 class AdapterTransport:
     """LoRA adapters in files, which servers load in addition to their base. Running requests keep their adapter.
 
-    `model` returns the model with the adapter, and `version` its policy version. `run` is in the adapters' names, the
-    same in all processes.
+    `model` returns the model with the adapter, and `version` its policy version. `run` is part of the adapters' names,
+    and is the same in all processes.
     """
 
     name = "adapter"
@@ -62,16 +62,16 @@ class AdapterTransport:
         self._run = f"{PREFIX}{run}"
         self._count = 0
         self._adapters: list[_Adapter] = []  # that requests may use, oldest first
-        self._unused: list[_Adapter] = []  # of failed syncs, which servers may have all the same
+        self._unused: list[_Adapter] = []  # adapters of failed syncs, which servers may still have
         # In a sync, the name of the new adapter, and the oldest policy version whose requests stay on the servers.
         self.staged, self.oldest = "", 0
 
     def name_of(self, version: int) -> str:
-        """Name of the adapter of a policy version that servers keep, by which requests ask for it."""
+        """Name by which requests ask for the adapter of a policy version that servers keep."""
         return {adapter.version: adapter.name for adapter in self._adapters}[version]
 
     def connect(self, server: SyncedServer) -> None:
-        """Load the adapter once, since only vLLM knows all that it cannot serve."""
+        """Load the adapter once as a test, since only vLLM knows everything that it cannot serve."""
         stamp = server.control.weight_version()
         if stamp is None or not (stamp == FRESH or stamp.startswith(PREFIX)):
             raise WeightSyncError(
@@ -87,11 +87,11 @@ class AdapterTransport:
     def stage(
         self, parameters: Callable[[], Parameters], *, sends: bool, dtypes: frozenset[torch.dtype]
     ) -> Iterator[Load]:
-        # Until the block ends, requests run, and no server may have the new adapter.
+        # Until the block ends, requests run, and possibly no server has the new adapter yet.
         self._count += 1
         # A new name even if a sync is repeated: a server may have the adapter although its answer was lost.
         new = _Adapter(f"{self._run}-{self._count}", self._version())
-        # Requests of a further adapter would wait.
+        # Requests for more adapters than vLLM runs at once would wait.
         most = max(1, min((info.max_loras for info in self._servers()), default=1))
         every, folder = [*self._adapters, new], None
         former, kept = [*self._unused, *every[:-most]], every[-most:]
@@ -142,7 +142,7 @@ def write_adapter(model: torch.nn.Module, folder: Path) -> None:
 
 
 def why_not_served(config: Any) -> str | None:
-    """Why vLLM cannot serve an adapter with this configuration of PEFT as it is; `None` if nothing is known."""
+    """Why vLLM cannot serve an adapter with this PEFT configuration unchanged; `None` if no reason is known."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind != "LORA":
         return f"it is of the type {kind}, and vLLM serves LoRA"
@@ -159,7 +159,7 @@ def why_not_served(config: Any) -> str | None:
 def why_merged(
     model: torch.nn.Module, servers: Sequence[SyncedServer], accelerator: Accelerator, folder: str | None
 ) -> str | None:
-    """Why the adapter of `model` cannot travel alone, as half a sentence; `None` if nothing is known."""
+    """Why the adapter of `model` cannot be sent alone, as a clause; `None` if no reason is known."""
     unwrapped: Any = extract_model_from_parallel(model, keep_torch_compile=False)
     if not is_peft_model(unwrapped):
         return "the model has none"

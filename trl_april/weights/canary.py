@@ -1,9 +1,9 @@
 """The canary: log-probabilities that server and trainer must agree on after every weight sync.
 
-Two checks find old weights on a server: both sides agree as closely as their data types allow, and the server's values
-move when the trainer's do. Around the first sync, longer sequences are compared too, and values before the sync tell a
-different computation from different weights. All of these are values of prompts; now and then, tokens that the server
-decodes are compared with them.
+Two checks find old weights on a server: both sides must agree as closely as their data types allow, and the server's
+values must move when the trainer's do. Around the first sync, longer sequences are compared too, and values before the
+sync distinguish a different computation from different weights. All these values come from prefills; now and then,
+values of decoded tokens are compared with prefill values.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ DECODED = 8  # tokens
 # both sides agree to 1e-6 on a CPU, and GPUs may use TF32. bfloat16 changed the values of small models by up to 1.2 %.
 TOLERANCE_FLOAT32 = (5e-3, 3e-3)
 TOLERANCE_OTHER = (0.5, 5e-2)
-# In float32 on a CPU, ten times the rounding: beyond it, the sides compute otherwise.
+# In float32 on a CPU, ten times the rounding: beyond it, the two sides compute differently.
 TOLERANCE_CPU = (2e-5, 5e-6)
-ATTENTIONS_IN_32_BITS = ("sdpa", "eager", "flex_attention")  # others are kernels of 16 bits
-LONGEST = 4096  # tokens at which the computation of a model may change for the change to be looked for
+ATTENTIONS_IN_32_BITS = ("sdpa", "eager", "flex_attention")  # all others are 16-bit kernels
+LONGEST = 4096  # tokens; changes of a model's computation at longer inputs are not checked
 # A change of the trainer's values that rounding on the server cannot hide.
 VISIBLE_FLOAT32 = 1e-5
 VISIBLE_OTHER = 2e-2
@@ -67,7 +67,7 @@ class Canary:
         self._on_cpu = on_cpu
         self._explain = explain
         self._has_warned = False
-        # Values of both sides when the server's last changed, so that steps too small to see add up.
+        # Values of both sides when the server's values last changed, so that steps too small to see add up.
         self._last: tuple[list[float], list[float], bool] | None = None
 
     def compare(self, trainer: Sequence[float], server: Sequence[float], version: int) -> float:
@@ -102,10 +102,10 @@ class Canary:
         after: Sequence[Sequence[float]],
         version: int,
     ) -> float:
-        """[`compare`] the first of several sequences of these lengths after a sync, and look at the others.
+        """[`compare`] the first of several sequences of these lengths after a sync, and check the others.
 
-        `before` are the server's values before the first sync, if it had the trainer's checkpoint: that difference has
-        another cause than the weights, and must not grow by the sync.
+        `before` are the server's values before the first sync, if it had the trainer's checkpoint: that difference is
+        not caused by the weights, and must not grow in the sync.
         """
         differences = [distance(*pair) for pair in zip(trainer, after, strict=True)]
         for place, old in enumerate(before or ()):
@@ -139,7 +139,7 @@ class Canary:
         )
         if self._comparable:
             raise WeightSyncError(message)
-        logger.warning("%s Or it decodes quantized weights in another way.", message)
+        logger.warning("%s Or decoding takes a different path for quantized weights.", message)
 
     def _rounding(self, values: Sequence[float]) -> float:
         return tolerance(values, exact=self.exact, on_cpu=self._on_cpu)
@@ -178,13 +178,13 @@ class Canary:
 
 
 def random_tokens(vocab_size: int, number: int) -> list[int]:
-    """Fixed token ids below `vocab_size`; fewer of them are the beginning of more."""
+    """Fixed token ids below `vocab_size`; a shorter sequence is the beginning of a longer sequence."""
     generator = random.Random(0)
     return [generator.randrange(vocab_size) for _ in range(number)]
 
 
 def tolerance(values: Sequence[float], *, exact: bool, on_cpu: bool = False) -> float:
-    """Distance from the trainer's `values` up to which the server has its weights; `on_cpu`, computes the same."""
+    """Largest distance from `values` at which both sides have equal weights; `on_cpu`, equal computations."""
     least, share = (TOLERANCE_CPU if on_cpu else TOLERANCE_FLOAT32) if exact else TOLERANCE_OTHER
     return max(least, share * math.fsum(map(abs, values)) / len(values))
 
@@ -194,8 +194,8 @@ def trainer_logprobs(
 ) -> list[float]:
     """Log-probabilities of `token_ids[1:]` under `model`, at temperature 1 and without dropout, shape `(n - 1,)`.
 
-    With `as_next` as in [`next_logprobs`], otherwise each after the tokens before it. Computed in the data type of the
-    weights, unless the model [`needs_autocast`]. A collective call if the model is sharded.
+    With `as_next`, as in [`next_logprobs`]; otherwise each token follows the tokens before it. Computed in the data
+    type of the weights, unless the model [`needs_autocast`]. A collective call if the model is sharded.
     """
     was_training = model.training
     model.eval()
@@ -219,7 +219,7 @@ def dtypes_of(model: nn.Module) -> set[torch.dtype]:
 
 
 def needs_autocast(model: nn.Module) -> bool:
-    """Whether mixed precision has to stay: FlashAttention takes 16 bits only, and weights may be of several types."""
+    """Whether mixed precision must stay on: FlashAttention needs 16 bits, and weights may have several data types."""
     attention = str(base_model(model).config.get_text_config()._attn_implementation)
     return len(dtypes_of(model)) > 1 or not attention.endswith(ATTENTIONS_IN_32_BITS)
 
@@ -257,9 +257,9 @@ def next_logprobs(
 ) -> list[float]:
     """Log-probabilities of the first `token_ids[1:]`, each as the next token after all `token_ids`, on the server.
 
-    Shape `(min(n, NUM_TOKENS) - 1,)`. For servers that take adapters: vLLM applies an adapter to prompt
-    log-probabilities as if no other request ran, and on a CPU it crashes if others run. And for long sequences: vLLM
-    would hold the logits of thousands of positions besides a full KV cache.
+    Shape `(min(n, NUM_TOKENS) - 1,)`. For servers with adapters: vLLM applies an adapter to prompt log-probabilities
+    as if no other request ran, and on a CPU crashes if other requests run. Also for long sequences: prompt
+    log-probabilities would hold the logits of thousands of positions besides a full KV cache.
     """
     wanted = token_ids[1:NUM_TOKENS]
     body = {"model": model, "prompt": token_ids, "max_tokens": 1, "logprobs": 0}
@@ -315,7 +315,7 @@ def depends_on_width(config: PreTrainedConfig) -> bool:
 
 
 def turning_points(config: PreTrainedConfig) -> list[tuple[str, int]]:
-    """Where the computation of a model changes: a type of RoPE or "window", and the tokens up to which it is usual."""
+    """Where a model's computation changes: a type of RoPE or "window", and the number of tokens before the change."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     points = []
@@ -330,16 +330,16 @@ def turning_points(config: PreTrainedConfig) -> list[tuple[str, int]]:
 
 
 def lengths_to_compare(config: PreTrainedConfig, context: int) -> list[int]:
-    """Numbers of tokens of the sequences that are compared around the first sync, on servers with this context.
+    """Lengths in tokens of the sequences that are compared around the first sync, on servers with this context.
 
-    Each turning point is crossed by as many tokens as the canary has.
+    Each turning point is exceeded by the length of the canary.
     """
     points = {length for _, length in turning_points(config) if 0 < length <= LONGEST}
     return [NUM_TOKENS, *(length + NUM_TOKENS for length in sorted(points) if length + NUM_TOKENS < context)]
 
 
 def differs_from_start(config: PreTrainedConfig, context: int) -> bool:
-    """Whether vLLM and transformers choose other rotary frequencies even for short sequences.
+    """Whether vLLM and transformers choose different rotary frequencies even for short sequences.
 
     With LongRoPE, transformers chooses by the length of the input, vLLM by its context.
     """

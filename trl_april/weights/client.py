@@ -1,4 +1,4 @@
-"""The control endpoints of a vLLM server, as the weight sync uses them.
+"""The control endpoints of a vLLM server that the weight sync uses.
 
 Invariant: no request waits without a time limit.
 """
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 # Time limit in seconds for an answer that needs no work.
 ANSWER_SECONDS = 10.0
-POLL_SECONDS = 2.0  # between two questions whether a server is ready
-LINE_SECONDS = 15.0  # between two lines about a server that is waited for
+POLL_SECONDS = 2.0  # between two checks whether a server is ready
+LINE_SECONDS = 15.0  # between two log lines while waiting for a server
 SYSTEM_ERROR = re.compile(r"\[Errno -?\d+\] ([\w ]+)")
 LOAD_PATIENCE = 10  # loading weights may take this many times as long as another answer
 UNAVAILABLE = (429, 502, 503, 504)  # from an overloaded server, or from the proxy of a server that is down
@@ -84,7 +84,7 @@ class ServerControl:
         except requests.RequestException as error:
             reason = SYSTEM_ERROR.search(str(error))  # in several layers of other text
             return reason[1] if reason else str(error)
-        if response.status_code == 404 and self.base_url.endswith("/v1"):  # an address as OpenAI's clients take it
+        if response.status_code == 404 and self.base_url.endswith("/v1"):  # an address for OpenAI's clients
             raise ServerError(f"There is no /health at {self.base_url}. {remedy_for_address(self.base_url)}")
         return None if response.ok else f"/health answered {response.status_code} {response.text[:200]}".rstrip()
 

@@ -1,8 +1,8 @@
 """Weight sync on a host: safetensors files in a temporary folder, or memory that trainer and server share.
 
 Invariants: besides the model, at most one shard of the files is in memory, or one parameter and two buffers, and
-nothing stays in shared memory. The next sync removes the folder of a killed process, except from a folder that the
-user chose: locks of other hosts are not visible.
+nothing stays in shared memory. The next sync removes the folder of a killed process, except in a folder that the user
+chose, where locks of other hosts are invisible.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def elements_of(model: torch.nn.Module) -> Counter[torch.dtype]:
 
 
 def place_for(size: int) -> str:
-    """Shared memory, or else the folder for temporary files, if `size` bytes fit. Otherwise a [`ConfigError`]."""
+    """Shared memory, or else the folder for temporary files, with `size` bytes free. Otherwise a [`ConfigError`]."""
     report = f"The model's weights take {size / 2**30:.1f} GiB as files"
     for place in (shared_memory(), tempfile.gettempdir()):
         remove_abandoned(place)
@@ -139,7 +139,7 @@ def weight_folder(parent: str | None, place: str | None = None) -> Iterator[Path
 
 
 def remove_abandoned(place: str) -> None:
-    """Remove the folders of killed processes from a place on this host. The lock of a process ends with it."""
+    """Remove the folders of killed processes from a place on this host. A process's lock ends with the process."""
     for folder in Path(place).glob(f"{PREFIX}*"):
         with suppress(OSError):  # in use, removed meanwhile, or owned by another user
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -152,7 +152,7 @@ def remove_abandoned(place: str) -> None:
 
 
 def write_weights(params: Parameters, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """Write parameters into `folder`, large matrices in `dtype` if that is smaller than their data type."""
+    """Write parameters into `folder`, large matrices in `dtype` if it is smaller than their data type."""
     shard: dict[str, torch.Tensor] = {}
     size = number = 0
     for name, param in params:
@@ -188,13 +188,13 @@ def dtype_of(server: SyncedServer) -> torch.dtype | None:
 
 
 def common_dtype(dtypes: Iterable[torch.dtype | None]) -> torch.dtype | None:
-    """The data type of all servers; `None` if they have several, or none."""
+    """The common data type of all servers; `None` if servers have different data types, or none."""
     distinct = {*dtypes}
     return distinct.pop() if len(distinct) == 1 else None
 
 
 def stored_dtype(param: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The data type of a parameter on its way: the server's for large matrices, if that is smaller."""
+    """The data type in which a parameter is sent: for large matrices the server's, if it is smaller."""
     if dtype is None or not param.is_floating_point() or param.itemsize <= dtype.itemsize:
         return param.dtype
     return dtype if param.ndim > 1 and min(param.shape) > NARROW_SIDE else param.dtype
@@ -206,7 +206,7 @@ def shared_memory() -> str:
 
 
 class SharedMemoryTransport:
-    """A buffer that servers read in place, filled again and again: for one server process on the trainer's device."""
+    """A buffer that is filled repeatedly and read in place, by a single server process on the trainer's device."""
 
     name = "ipc"
 
@@ -255,7 +255,7 @@ class SharedMemoryTransport:
         first = True
         for buffer, entries, last in packed(params, self._device, common_dtype(self._dtypes.values())):
             if self._device.type != "cpu":
-                torch.accelerator.current_stream(self._device).synchronize()  # servers are asked by other threads
+                torch.accelerator.current_stream(self._device).synchronize()  # other threads send the requests
             each(partial(_load, buffer=buffer, entries=entries, first=first, last=last), servers)
             first = False
 
@@ -263,9 +263,9 @@ class SharedMemoryTransport:
 def packed(
     params: Parameters, device: torch.device, dtype: torch.dtype | None
 ) -> Iterator[tuple[torch.Tensor, list[Entry], bool]]:
-    """Parameters in a buffer, where they are in it, and whether they are the last. The next parameters overwrite them.
+    """Yield a buffer of parameters, their places in it, and whether they are the last. Each step overwrites it.
 
-    Large matrices are in `dtype` if that is smaller than their own.
+    Large matrices are in `dtype` if it is smaller than their data type.
     """
     buffer, entries, end = _new_buffer(CHUNK_BYTES, device), [], 0
     for name, param in params:

@@ -1,7 +1,7 @@
 """Parameters and buffers of the trained model under their names in checkpoints, which vLLM's loaders expect.
 
 A model in memory may use other names: transformers 5 joins the experts of a layer and renames some modules. The server
-can load all that `save_pretrained` would write. Invariant: a single parameter is held at a time.
+can load everything that `save_pretrained` would write. Invariant: only one parameter is held at a time.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from transformers import PreTrainedModel, conversion_mapping, core_model_loading
 from ..errors import WeightSyncError
 
 
-# Conversions that only join tensors and can be reverted. Others compute (they would quantize a dequantized checkpoint
-# again) or need several parameters.
+# Conversions that only join tensors and can be reverted. Other conversions compute (they would quantize a dequantized
+# checkpoint again) or need several parameters.
 _REVERTIBLE = ("MergeModulelist", "Concatenate")
 # Models without an output layer in vLLM, which uses the embedding and would reject the layer's name.
 _WITHOUT_OUTPUT_LAYER = ("gemma2", "gemma3n", "gemma3n_text")
-# Modules around others, which names in checkpoints leave out: of PEFT, FSDP, checkpointed activations, torch.compile.
+# Wrapper modules of PEFT, FSDP, activation checkpointing and torch.compile; names in checkpoints leave them out.
 _WRAPPERS = ("base_layer", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 COMPILED = "_orig_mod."  # anywhere in a name: torch.compile may wrap the model, or each of its blocks
 
@@ -47,14 +47,14 @@ def in_checkpoint_format(params: Parameters, model: torch.nn.Module) -> Paramete
     for name, tensor in chain(buffers, params):
         if can_be_reverted:
             yield from core_model_loading.revert_weight_conversion(pretrained, {name: tensor.detach()}).items()
-        else:  # parameter by parameter: TRL's names are sent
+        else:  # cannot be reverted parameter by parameter: TRL's names are sent
             yield name, tensor
 
 
 def check_complete(sent: set[str], expected: set[str], kind: str) -> None:
-    """Raise [`WeightSyncError`] unless the names `sent` include those `expected` of a model of this kind.
+    """Raise [`WeightSyncError`] unless the names `sent` include the `expected` names of a model of this kind.
 
-    vLLM makes a module that receives only some of its tensors anew: the others would be lost, not old.
+    vLLM re-creates a module that receives only some of its tensors: the other tensors would be lost, not old.
     """
     if missing := sorted(expected - sent):
         raise WeightSyncError(
@@ -101,7 +101,7 @@ def _operations(conversion: core_model_loading.WeightTransform) -> list[str]:
 
 
 def _own_tensors(pretrained: torch.nn.Module, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters or persistent buffers (which sharding leaves whole) without adapters, named as by TRL."""
+    """Parameters or persistent buffers (which sharding leaves whole) without adapters, under TRL's names."""
 
     def walk(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in getattr(module, kind).items():

@@ -1,11 +1,11 @@
 """Weight transfer over NCCL (RCCL on AMD), in the format of vLLM's packed broadcasts.
 
-A single group joins the trainer (rank 0) with the workers of all servers: each parameter is read and sent once.
+A single group connects the trainer (rank 0) to the workers of all servers: each parameter is read and sent once.
 
 Invariants: a server receives the values that the iteration over the parameters yielded, even if they change when the
 iteration continues. A failure on either side closes the group and ends the sync with an error, within the time limit
-of loading weights. The port of a group is bound before a server hears of it: the server could join the group of
-another training there.
+of loading weights. The port of a group is bound before a server is told of it: otherwise the server could join another
+run's group there.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from .synced_server import Each, Load, SyncedServer, in_thread
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 2**28  # a worker holds two chunks outside of its share of the memory
-ALIGNED = 4  # elements of 16 bits, which are as many bytes as the widest element has
+ALIGNED = 4  # elements: at 16 bits, as many bytes as the widest data type
 JOIN_SECONDS = 60  # for the workers of running servers to join a group
-GRACE_SECONDS = 5.0  # for the request of a server to fail after the broadcast to it
+GRACE_SECONDS = 5.0  # for a server's request to fail after the broadcast failed
 
 Converted = Iterable[tuple[torch.Tensor, torch.dtype]]  # parameters, and the data types to send them in
 
@@ -53,7 +53,7 @@ class _Member:
 
 
 class NcclTransport:
-    """Broadcasts to all servers at once, through a group that is formed anew when the servers change."""
+    """Broadcasts to all servers at once, through a group that is re-formed when the servers change."""
 
     name = "nccl"
 
@@ -72,7 +72,7 @@ class NcclTransport:
         self.close()  # a restarted server has left the group
 
     def close(self) -> None:
-        """Abort the group's broadcasts and free its port, although the traceback of an error may hold the group."""
+        """Abort the group's broadcasts and free its port, even if the traceback of an error holds the group."""
         group, self._group, self._joined = self._group, None, []
         if group is not None:
             group.destroy()
@@ -97,7 +97,7 @@ class NcclTransport:
         self._joined = list(servers)
 
     def _form(self, servers: Sequence[SyncedServer]) -> None:
-        wait([self._joining] if self._joining else [])  # after a refusal, it holds the port for a while
+        wait([self._joining] if self._joining else [])  # after a refused join, it holds the port for a while
         members = [self._known[server.base_url] for server in servers]
         first_ranks = accumulate((member.workers for member in members), initial=1)
         listener = listen(common_address([member.address for member in members]), self._port)
@@ -113,7 +113,7 @@ class NcclTransport:
         answers.wait()
 
     def _open(self, info: dict[str, Any], listener: socket.socket) -> Any:
-        # Imported here, since TRL does without vLLM until a server is used.
+        # Imported here, since TRL needs no vLLM until a server is used.
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.utils import StatelessProcessGroup
 
@@ -140,7 +140,7 @@ class NcclTransport:
     def stage(
         self, parameters: Callable[[], Parameters], *, sends: bool, dtypes: frozenset[torch.dtype]
     ) -> Iterator[Load]:
-        # Servers are told of all tensors before any is sent. Evaluation may change their data types.
+        # Servers must know all tensors before the first is sent. Evaluation may change data types.
         if self._dtypes != dtypes:
             self._announced = [(name, torch.empty_like(param, device="meta")) for name, param in parameters()]
             self._dtypes = dtypes
@@ -173,7 +173,7 @@ class NcclTransport:
         else:
             each(lambda server: server.control.load("finish_weight_update", {}), present)
             return
-        # The broadcast has ended for all, so one server that is down is an outage of all, and the sync is repeated.
+        # The broadcast has ended for all, so one server that is down is an outage of all. The sync is repeated.
         for server in present:
             if problem := server.control.problem():
                 failure = ServerError(f"The weight sync broke off: {server.base_url} is down ({problem}). {failure}")
@@ -225,7 +225,7 @@ class NcclTransport:
         return torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # ROCm's name, too
 
     def _as_announced(self, params: Parameters) -> Converted:
-        """Check that parameters are those that were announced: the workers would wait for ever, or read garbage."""
+        """Check parameters against the announcement: else the workers would wait forever, or read garbage."""
         expected = iter(self._announced)
         for name, param in params:
             known, announced = next(expected, ("", torch.empty(0)))
@@ -270,7 +270,7 @@ def _raise_error(done: Iterable[Future[Any]]) -> None:
 
 
 def _start_update(server: SyncedServer) -> None:
-    """Let a server expect weights. An update that broke off is finished first: vLLM keeps what it had of a layer."""
+    """Prepare a server for weights. An interrupted update is finished first, since vLLM keeps its partial layers."""
     load = server.control.load
     with suppress(WeightSyncError):  # refused in the middle of an update
         load("start_weight_update", {})
@@ -292,7 +292,7 @@ def address_seen_by(base_url: str) -> str:
 
 
 def common_address(addresses: Sequence[str]) -> str:
-    """The address of this host that all servers reach: a server on this host reaches all, others not the loopback."""
+    """The address of this host that all servers reach: servers here reach all, servers elsewhere not the loopback."""
     return next((address for address in addresses if not address.startswith(("127.", "::1"))), addresses[0])
 
 

@@ -24,8 +24,8 @@ FIRST_INTERVAL, LONGEST_INTERVAL = 0.5, 10.0
 class Recovery:
     """Lets training survive an outage of its server. Its methods are collective calls.
 
-    `sync` runs all steps of a weight sync once, as [`ServerGeneration.sync_weights`] does without requests; `route`
-    sends requests to the servers that hold the weights.
+    `sync` runs all steps of a weight sync once, as [`ServerGeneration.sync_weights`] does while no requests run;
+    `route` sends requests to the servers that hold the weights.
 
     The methods raise the same error in all processes: [`ServerError`] after `vllm_server_timeout` seconds without
     progress, or if a server that the trainer started was given up, and [`Stopped`] if a signal asked one of the
@@ -45,7 +45,7 @@ class Recovery:
         self._processes = processes
         self._sync, self._route = sync or generation.sync_weights, route
         patience, local = generation.server_timeout, generation.local_server
-        # A server of the main process is started again by itself.
+        # A server that the main process started is restarted automatically.
         self._patience = processes.decide(lambda: max(patience, local.startup_timeout) if local else patience)
         self._stop = stop
         self.progress_was_made()

@@ -14,15 +14,15 @@ class ServerState(StrEnum):
     | state      | meaning                                                      | next                               |
     |------------|--------------------------------------------------------------|------------------------------------|
     | `NEW`      | its address is known                                         | `READY`, `CHECKING`                |
-    | `CHECKING` | the present sync asks whether it was restarted               | `READY`, `DOWN`                    |
+    | `CHECKING` | the current sync asks whether it was restarted               | `READY`, `DOWN`                    |
     | `READY`    | it is checked and connected, and waits for the weights       | `LOADING`, `HOLDING`, `DOWN`       |
     | `LOADING`  | it is paused, with incomplete weights                        | `HOLDING`, `CHECKING`, `DOWN`      |
     | `HOLDING`  | it has the weights of the last sync                          | `CHECKING`, `DOWN`, `LOST`         |
-    | `DOWN`     | it did not answer in the present sync                        | `LOST`, `CHECKING`                 |
+    | `DOWN`     | it did not answer in the current sync                        | `LOST`, `CHECKING`                 |
     | `LOST`     | the sync continued without it; a watch waits for its return  | `CHECKING`                         |
 
     A sync starts in `CHECKING` (or `READY`, right after the connection) and ends in `HOLDING` or `LOST`. After another
-    error, or if all servers are down, the next sync starts where each server is.
+    error, or if all servers are down, the next sync starts from the state of each server.
     """
 
     NEW = "new"
@@ -54,7 +54,7 @@ class ServerLifecycle:
 
     @property
     def takes_part(self) -> bool:
-        """Whether the present sync includes the server."""
+        """Whether the current sync includes the server."""
         return self.state not in (ServerState.DOWN, ServerState.LOST)
 
     def enter(self, state: ServerState) -> None:
@@ -65,7 +65,7 @@ class ServerLifecycle:
             self.state = state
 
     def lose(self) -> bool:
-        """Enter `LOST` from `DOWN` or, between two syncs, from `HOLDING`; returns whether this was so."""
+        """Enter `LOST` from `DOWN` or, between two syncs, from `HOLDING`; returns whether the state allowed it."""
         with self._lock:
             can_be_lost = ServerState.LOST in TRANSITIONS[self.state]
             self.state = ServerState.LOST if can_be_lost else self.state

@@ -1,7 +1,7 @@
 """The servers of a training run: which take part in a sync, and which hold the weights.
 
-Invariant: all processes know the same addresses, the same accounts of the servers, and the same servers in `holding`.
-Only the main process talks to servers in a sync, and decides for all.
+Invariant: all processes know the same addresses, the same configurations, and the same servers in `holding`. Only the
+main process talks to servers in a sync, and decides for all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SyncedServers:
 
     def __init__(self, processes: Processes, *, keeps_requests: bool) -> None:
         self.holding: set[str] = set()  # addresses of servers with the weights of the last sync
-        self.causes: dict[str, str] = {}  # why others left, by address
+        self.causes: dict[str, str] = {}  # why other servers were left out, by address
         self._all: list[SyncedServer] = []
         self._processes = processes
         self._is_main = processes.rank == 0
@@ -47,7 +47,7 @@ class SyncedServers:
 
     @property
     def base_url(self) -> str:
-        """The address, or all of them with commas."""
+        """The address, or all addresses, separated by commas."""
         return ",".join(self.addresses)
 
     @property
@@ -73,7 +73,7 @@ class SyncedServers:
         make: Callable[[str], SyncedServer],
         connect: Callable[[], object],
     ) -> None:
-        """Begin a sync: follow the addresses of the main process, which connects, and learn the configurations.
+        """Begin a sync: adopt the main process's addresses, let it connect, and share the servers' configurations.
 
         A collective call.
         """
@@ -99,14 +99,14 @@ class SyncedServers:
                 server.known_info = ServerInfo(**info)
 
     def taking_part(self) -> list[SyncedServer]:
-        """The servers of the present sync, in the main process; none in the others."""
+        """The servers of the current sync in the main process; none in other processes."""
         return [server for server in self if server.takes_part] if self._is_main else []
 
     def each(self, step: Callable[[SyncedServer], object], servers: Sequence[SyncedServer] | None = None) -> None:
-        """Run a step for all servers (or only these) at once, in the main process, unless they have an outage.
+        """Run a step at once for all servers (or only `servers`) without an outage, in the main process.
 
-        An outage is noted rather than raised, because gathering weights takes all processes, and the others have not
-        been told yet. A missing answer is an outage; another error only if the server is down afterwards.
+        An outage is recorded, not raised, because gathering weights needs all processes, and the others do not know it
+        yet. A missing answer is an outage; another error only if the server is down afterwards.
         """
 
         def attempt(server: SyncedServer) -> None:
@@ -123,7 +123,7 @@ class SyncedServers:
     def settle_outages(self, step: Callable[[SyncedServer], object] | None = None) -> None:
         """Run a last step, if any, and leave out servers with an outage.
 
-        If none is left, all processes raise the same error. A collective call.
+        If no server is left, all processes raise the same error. A collective call.
         """
 
         def settle() -> None:
@@ -150,7 +150,7 @@ class SyncedServers:
     # Between syncs
 
     def holds_weights(self) -> bool:
-        """Whether a server still has the weights of the last sync; others are left out. A collective call."""
+        """Whether any server still has the weights of the last sync; others are left out. A collective call."""
 
         def ask() -> list[str]:
             holding: list[SyncedServer] = []
@@ -163,7 +163,7 @@ class SyncedServers:
         return self.announce(ask)
 
     def leave_out(self, base_url: str) -> None:
-        """Leave a server out that a process has lost in a round, until it answers and gets new weights."""
+        """Leave out a server that a process has lost in a round, until it answers and gets new weights."""
         self.holding.discard(base_url)
         for server in self:
             if server.base_url == base_url and self._is_main:
@@ -179,7 +179,7 @@ class SyncedServers:
         return problem
 
     def queues(self) -> list[tuple[float, float]]:
-        """How many requests each server has queued, and decodes at once; 0 if not reported. A collective call."""
+        """The number of queued requests and of slots on each server; 0 if not reported. A collective call."""
 
         def ask() -> list[list[float]]:
             asked, waiting = self.taking_part(), dict.fromkeys(self.addresses, 0.0)
@@ -198,7 +198,7 @@ class SyncedServers:
     # Requests that stay on the servers
 
     def check_pause(self, server: SyncedServer) -> None:
-        """Keep requests on no server if this server, a new connection, cannot. In the main process."""
+        """Stop keeping requests on all servers if this newly connected server cannot. Runs in the main process."""
         if self.keeps_requests and not server.pause.is_possible():
             self.keeps_requests = False
             if len(self) > 1:

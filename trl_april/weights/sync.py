@@ -1,7 +1,7 @@
 """Sync of the trainer's weights to the servers.
 
-Invariant: after a sync, every server in `holding` samples from the weights of the policy version that
-it reports. If no server is left, all processes raise the same error.
+Invariant: after a sync, every server in `holding` samples from the weights of the policy version that it reports. If
+no server is left, all processes raise the same error.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class WeightSync:
 class ServerGeneration(VLLMGeneration):
     """TRL's server mode with a choice of weight transport, a version stamp and a canary.
 
-    TRL iterates over the parameters (FSDP, DeepSpeed, PEFT merging). `trained_model` returns the model that is
-    trained, which some kinds of sharding replace. `local_server` is the server if this process owns it.
-    `larger_context` says how users get a longer context. `addresses` is called in the main process before every sync:
-    servers may come and go.
+    TRL's code iterates over the parameters (FSDP, DeepSpeed, PEFT merging). `trained_model` returns the model that is
+    trained; some kinds of sharding replace it. `local_server` is the server if this process owns it. `larger_context`
+    tells users how to get a longer context. `addresses` is called in the main process before every sync: servers may
+    come and go.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class ServerGeneration(VLLMGeneration):
         self._sequences = [token_ids[:length] for length in lengths]  # the canary; at first, longer sequences too
         is_merged = not isinstance(self._transport, AdapterTransport)
         self._names_to_send = names_in_checkpoint(self.model) if is_merged else None  # until they were sent once
-        # vLLM's CPU build keeps a packed copy of a tied output layer, and updates it only under its own name.
+        # vLLM's CPU build keeps a packed copy of a tied output layer, and updates it only under the layer's name.
         has_cpu = any(server.info.device == "cpu" for server in self.servers)
         self._tied_names = tied_names(self.model) if has_cpu else {}
 
@@ -148,7 +148,7 @@ class ServerGeneration(VLLMGeneration):
         return server_addresses(self.server_base_url or f"http://{self.server_host}:{self.server_port}")
 
     def _adapters(self) -> AdapterTransport | None:
-        """A transport of the model's adapter, if any."""
+        """A transport for the model's adapter, if it has one."""
         if not is_peft_model(extract_model_from_parallel(self.model, keep_torch_compile=False)):
             return None
         return AdapterTransport(
@@ -165,24 +165,24 @@ class ServerGeneration(VLLMGeneration):
         return why_merged(self.model, servers, self.accelerator, self._weight_sync_dir)
 
     def adapter_of(self, version: int) -> str | None:
-        """Name of the adapter of a policy version, by which requests ask for it; `None` for merged weights."""
+        """Name by which requests ask for the adapter of a policy version; `None` for merged weights."""
         return self._transport.name_of(version) if isinstance(self._transport, AdapterTransport) else None
 
     @property
     def oldest_kept(self) -> int | None:
-        """The oldest policy version whose requests can continue after the present sync without a pause, if any."""
+        """The oldest policy version whose requests can continue after the current sync without a pause, if any."""
         return self._transport.oldest if isinstance(self._transport, AdapterTransport) else None
 
     # The servers
 
     @property
     def base_url(self) -> str:
-        """The address, or all of them with commas."""
+        """The address, or all addresses, separated by commas."""
         return self.servers.base_url
 
     @property
     def server_info(self) -> ServerInfo:
-        """What all servers together can."""
+        """The combined configuration of all servers."""
         return self.servers.info
 
     @property
@@ -263,14 +263,14 @@ class ServerGeneration(VLLMGeneration):
     # The sync
 
     def sync_weights(self) -> None:
-        """Sync the weights where no requests run. A collective call, as all steps of [`ServerGeneration.sync`]."""
+        """Sync the weights while no requests run. A collective call, like all steps of [`ServerGeneration.sync`]."""
         with self.sync() as sync:
             sync.load()
             sync.verify()
 
     @contextmanager
     def sync(self) -> Iterator[WeightSync]:
-        """Prepare a sync of the trainer's weights, and hand its other steps to the caller.
+        """Prepare a sync of the trainer's weights, and yield its other steps to the caller.
 
         The caller stops or holds the requests on the servers, calls `load` and `verify`, and, after the block, sends
         requests to the servers in `servers.holding`:
@@ -283,15 +283,15 @@ class ServerGeneration(VLLMGeneration):
         route(generation.servers.holding)
         ```
 
-        Merged weights are loaded into paused servers only. After a failure, these stay paused until the next sync, or
-        [`SyncedServers.give_up`] if their weights are complete: requests must continue with the new weights.
-        A server that is down is left out. If all are, all processes raise [`ServerError`] from the same step, and
-        all steps can be repeated when a server is back. [`WeightSyncError`] is raised if a server refuses the weights
-        or samples from other weights.
+        Merged weights are loaded into paused servers only. After a failure, servers stay paused until the next sync,
+        or until [`SyncedServers.give_up`] if their weights are complete: requests must continue with the new weights.
+        A server that is down is left out. If all servers are down, all processes raise [`ServerError`] from the same
+        step, and all steps can be repeated when a server is back. [`WeightSyncError`] is raised if a server refuses
+        the weights or samples from other weights.
         """
         started = time.perf_counter()
         self.servers.meet(self._current_addresses, self._new_server, lambda: self.servers.each(self._reattach))
-        # Work that needs no server runs before the servers are paused. Reading sharded weights takes all processes.
+        # Work that needs no server runs before the servers are paused. Reading sharded weights needs all processes.
         self.model = self._trained_model()
         if is_compiled_module(self.model):  # as under FSDP
             self.model = self.model._orig_mod
@@ -306,14 +306,14 @@ class ServerGeneration(VLLMGeneration):
         self.sync_seconds = time.perf_counter() - started
 
     def _expected_logprobs(self, *, as_next: bool) -> list[list[float]]:
-        """The trainer's log-probabilities of the canary, and around the first sync of longer sequences."""
-        # Evaluation may change the model's data type. FSDP computes in its own.
+        """The trainer's log-probabilities of the canary and, around the first sync, of longer sequences."""
+        # Evaluation may change the model's data type. FSDP has a separate compute data type.
         mixes = self.accelerator.distributed_type == DistributedType.FSDP or needs_autocast(self.model)
         as_weights = self.accelerator.mixed_precision in (None, "no") or not mixes
         trainer_is_float32 = dtypes_of(self.model) == {torch.float32} and as_weights
         for server in self.servers.taking_part():
             server.canary.exact = trainer_is_float32 and server.info.dtype == "float32"
-        if self._policy_version() == 0 and self._is_first:  # other weights cannot be told from another computation
+        if self._policy_version() == 0 and self._is_first:  # else other weights look like another computation
             own = self.model.config._name_or_path
             self.servers.each(lambda server: server.look_before(own, self._sequences, as_next=as_next))
         expected = [
@@ -358,13 +358,13 @@ class ServerGeneration(VLLMGeneration):
                 check_complete(sent, self._names_to_send, self.model.config.model_type)
                 self._names_to_send = None
         finally:
-            # TRL's iteration must end after an error, too: gathering a parameter takes all processes, and merged
+            # TRL's iteration must end after an error, too: gathering a parameter needs all processes, and merged
             # adapters are unmerged at its end.
             for _ in params:
                 pass
 
     def _reattach(self, server: SyncedServer) -> None:
-        """Check a server and connect to it again, unless it is the process of the last sync."""
+        """Check whether a server is still the process of the last sync, and otherwise connect to it again."""
         if self.local_server is None:
             server.lease.take(renews=True)
         elif not self.local_server.is_running:

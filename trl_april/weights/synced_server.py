@@ -64,7 +64,7 @@ class SyncedServer:
 
     @property
     def takes_part(self) -> bool:
-        """Whether the present sync includes this server."""
+        """Whether the current sync includes this server."""
         return self.life.takes_part
 
     @property
@@ -91,7 +91,7 @@ class SyncedServer:
             self.life.enter(ServerState.CHECKING)
 
     def fail(self, outage: Exception) -> None:
-        """Leave the server out of the present sync."""
+        """Leave the server out of the current sync."""
         self.outage = outage
         self.life.enter(ServerState.DOWN)
 
@@ -103,7 +103,7 @@ class SyncedServer:
         return problem
 
     def lose(self) -> None:
-        """Leave the server out, and watch for its return in the background. A running sync settles its outages."""
+        """Leave the server out, and watch for its return in the background. No effect while a sync uses the server."""
         if self.life.lose():
             self._watch = _Watch(ServerControl(self.base_url, self.control.session.seconds, self.control.headers))
 
@@ -211,7 +211,7 @@ class SyncedServer:
 
 
 class _Watch:
-    """Asks a lost server in the background until it answers, or the watch is ended."""
+    """Polls a lost server in the background until it answers or the watch is ended."""
 
     def __init__(self, control: ServerControl) -> None:
         self.answers, self._ended = threading.Event(), threading.Event()

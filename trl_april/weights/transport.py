@@ -1,4 +1,4 @@
-"""Weight transports: how parameters travel to the servers, and which way is taken.
+"""Weight transports: how parameters reach the servers, and which transport is used.
 
 To add a transport, write a class with the methods of [`WeightTransport`], and choose it in [`connected_transport`].
 """
@@ -42,9 +42,9 @@ class WeightTransport(Protocol):
         """Do the work that needs no server, and return the function that loads the weights into servers.
 
         Requests run meanwhile; they are paused or aborted before the function is called. The block ends without an
-        error once a server has the weights. `parameters` starts an iteration over the parameters, by their names in a
-        checkpoint, and `dtypes` are their data types. All processes call both, with as many servers, and read the
-        parameters equally often, to the end: gathering a sharded parameter is a collective operation.
+        error if at least one server has the weights. `parameters` starts an iteration over the parameters, by their
+        names in a checkpoint, and `dtypes` are their data types. All processes call both, with as many servers, and
+        read the parameters equally often, to the end: gathering a sharded parameter is a collective operation.
         """
 
 
@@ -68,7 +68,7 @@ def connected_transport(
     reason against it. With `must_adapt`, other weights cannot be sent. Files are used where neither NCCL nor shared
     memory is possible, or the connection fails. An embedded server may share the trainer's device (`shares_device`).
     Files need room for the model's `elements` of each data type. A collective call. Raises [`ConfigError`] if the
-    folder does not exist, a server would not see the files, or the asked transport is impossible, and
+    folder does not exist, a server would not see the files, or the requested transport is impossible, and
     [`WeightSyncError`] if its connection fails.
     """
     transports: dict[str, WeightTransport] = {
@@ -126,7 +126,7 @@ def connected_transport(
 def choose_transport(
     asked: str, *, device: torch.device, servers: Sequence[SyncedServer], shares_device: bool = False
 ) -> str:
-    """Choose NCCL, shared memory, or files. Raises [`ConfigError`] if NCCL was asked for and is not possible."""
+    """Choose NCCL, shared memory, or files. Raises [`ConfigError`] if NCCL was requested and is not possible."""
     infos = [server.info for server in servers]
     both_on_gpus = device.type == "cuda" and {info.device for info in infos} == {"cuda"}  # ROCm's name, too
     nccl_is_possible = both_on_gpus and all(info.has_weight_transfer for info in infos)
