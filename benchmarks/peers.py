@@ -8,7 +8,8 @@
 
 `default` has our default options (bound 8, factor 3), `scored` those and `score_during_generation`, `ours-B-F` a
 staleness bound B and a factor F, and `trl-B-R` is TRL's trainer with a bound B and R requests in flight. `trl-B-own`
-has its own number in flight and its own token budget, with which its steps are larger. All start from the same warm
+has its own number in flight and its own token budget, with which its steps are larger; `ours-B-F-own` has batches of
+about as many tokens. All start from the same warm
 start and use the same vLLM server one after the other, in an order that changes with the seed. The others take batches
 of 8 groups of 6 samples of the demo's task, and all the same learning rate and objective, the mean over all tokens
 without a reference model. Results are written after every run, so a stopped benchmark resumes. Expected rewards are
@@ -78,6 +79,7 @@ CONTESTANTS = [
     )),
 ]  # fmt: skip
 SAMPLES = STANDARD.groups * STANDARD.num_generations
+LARGE = 84  # samples with about as many tokens as a step of TRL's trainer with its own budget
 ENDS = 4  # steps at the start and at the end that the steady pace leaves out
 
 
@@ -100,9 +102,9 @@ class Run:
 def contestant(text: str) -> str:
     """A name of the form that the module's docstring describes."""
     names = SYNCHRONOUS, DEFAULT, SCORED
-    if text not in names and not re.fullmatch(r"(ours|trl)-\d+-\d+|trl-\d+-own", text):
+    if text not in names and not re.fullmatch(r"(ours|trl)-\d+-\d+|(ours-\d+|trl)-\d+-own", text):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not {', '.join(names)}, ours-BOUND-FACTOR, trl-BOUND-N, trl-BOUND-own"
+            f"{text!r} is not {', '.join(names)}, ours-BOUND-FACTOR[-own], trl-BOUND-N, trl-BOUND-own"
         )
     return text
 
@@ -163,11 +165,14 @@ class Comparison(RecipeBench):
         return Run(contestant=name, seed=seed, curve=curve, **run)
 
     def _ours(self, name: str, seed: int, recorder: Recorder) -> tuple[dict[str, Any], Any]:
-        defaults = AprilOptions().with_schedule()
+        defaults, samples = AprilOptions().with_schedule(), SAMPLES
         self.overrides = {"max_staleness": defaults.max_staleness, "over_provisioning": defaults.over_provisioning}
         if name.startswith("ours"):
-            _, bound, factor = name.split("-")
+            _, bound, factor, *is_own = name.split("-")
             self.overrides = {"max_staleness": int(bound), "over_provisioning": float(factor)}
+            if is_own:
+                samples = LARGE
+                self.overrides |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": LARGE // 4}
         self.overrides["score_during_generation"] = name == SCORED
         mode = "synchronous" if name == SYNCHRONOUS else "APRIL"
         recording, model = self.train("grpo", seed, mode, self.sizes.steps, recorder)
@@ -175,9 +180,9 @@ class Comparison(RecipeBench):
             "seconds": recording.seconds,
             "trained_tokens": recording.trained_tokens,
             "dropped_tokens": 0,
-            "mean_length": recording.trained_tokens / (recording.steps * SAMPLES),
+            "mean_length": recording.trained_tokens / (recording.steps * samples),
             "oldest": recording.staleness_max,
-            "tokens": [round(mean * SAMPLES) for _, mean in recorder.lengths],
+            "tokens": [round(mean * samples) for _, mean in recorder.lengths],
         }
         return run, model
 
