@@ -122,18 +122,24 @@ def split_devices() -> str:
     return markdown(compared_header("synchronous"), compared_rows(ordered, "synchronous"))
 
 
-def best_at(found: dict[str, dict[int, peers.Run]], bound: int) -> tuple[dict[int, peers.Run], dict[int, peers.Run]]:
-    """Our trainings and TRL's at a staleness bound, each with the setting of the highest median rate."""
-    ours = [name for name in found if name.startswith(f"ours-{bound}-") or (name == "default" and bound == 8)]
-    theirs = [name for name in found if name.startswith(f"trl-{bound}-")]
+def best_at(
+    found: dict[str, dict[int, peers.Run]], bound: int, *, own: bool = False
+) -> tuple[dict[int, peers.Run], dict[int, peers.Run]]:
+    """Our trainings and TRL's at a staleness bound, each with the setting of the highest median rate.
+
+    Batches are equal, or of the size of TRL's `own`.
+    """
+    of_size = [name for name in found if name.endswith("-own") == own]
+    ours = [name for name in of_size if name.startswith(f"ours-{bound}-") or (name == "default" and bound == 8)]
+    theirs = [name for name in of_size if name.startswith(f"trl-{bound}-")]
     best = [max((found[name] for name in names), key=lambda runs: statistics.median(map(rate, runs.values())))
             for names in (ours, theirs)]  # fmt: skip
     return best[0], best[1]
 
 
-def by_theirs(found: dict[str, dict[int, peers.Run]], bound: int) -> str:
+def by_theirs(found: dict[str, dict[int, peers.Run]], bound: int, *, own: bool = False) -> str:
     """Our trained tokens per second by TRL's, each seed by itself."""
-    ours, theirs = best_at(found, bound)
+    ours, theirs = best_at(found, bound, own=own)
     return spread([rate(ours[seed]) / rate(run) for seed, run in theirs.items() if seed in ours], "{:.2f}")
 
 
