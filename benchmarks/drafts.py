@@ -4,8 +4,8 @@
     python benchmarks/drafts.py --methods none ngram suffix    # suffix needs the package arctic-inference
 
 Rounds, forced lengths (sigma 1) and the trainer's pause are those of rollout.py. A server for each method serves the
-same model, which often repeats a token: its embeddings outweigh its layers, so each token predicts itself. Methods
-take turns in changing order, each turn with other lengths.
+same model, whose embeddings outweigh its layers, so three of four tokens repeat the token before. Methods take
+turns in changing order, each turn with other lengths.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def repeating_model(tokenizer: Any) -> Any:
     with torch.no_grad():
         embedded = model.get_input_embeddings().weight
         model.lm_head.weight.copy_(0.6 * embedded)
-        embedded.mul_(5)
+        embedded.mul_(40)
     return model
 
 
@@ -100,7 +100,7 @@ def main() -> None:
     )
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["none", "ngram"])
     parser.add_argument("--quotas", nargs="+", type=int, default=[1, 8], help="groups per batch")
-    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=12, help="measured rounds of a turn")
     parser.add_argument("--json", type=Path, default=Path("benchmark_output/drafts.json"))
     options = parser.parse_args()
