@@ -78,6 +78,8 @@ if (($#)); then
 fi
 whole_number --port "$port"
 whole_number --timeout "$timeout"
+[[ -z $log || (-d $(dirname -- "$log") && ! -d $log) ]] ||
+    die "--log is '$log', but it must be a file in a folder that exists. Create the folder, or give another path."
 for command in trl-april accelerate python3; do
     command -v "$command" >/dev/null || die "$command is not on the PATH. Activate the environment that has it."
 done
@@ -122,7 +124,7 @@ elif ((${#gpus[@]} == 1)); then
         "scripts/grpo.py alone: it starts the server beside the trainer."
 else
     is_divided=false # by vLLM's flags
-    [[ ${vllm_args[*]} != *-parallel-size* ]] || is_divided=true
+    [[ ! " ${vllm_args[*]} " =~ [-_]parallel[-_]size|\ -(tp|dp|dpl|pp|dcp|pcp)[\ =] ]] || is_divided=true
     server_gpus=${server_gpus:-$((${#gpus[@]} / 2))}
     whole_number --server-gpus "$server_gpus"
     ((server_gpus < ${#gpus[@]})) ||

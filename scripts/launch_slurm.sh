@@ -107,7 +107,7 @@ if [[ " ${trainer_args[*]} " =~ \ --weight[_-]sync[\ =]filesystem\  ]] &&
         "that all nodes share."
 fi
 is_one=false # one server, on all server nodes
-[[ ${vllm_args[*]} != *-parallel-size* ]] || is_one=true
+[[ ! " ${vllm_args[*]} " =~ [-_]parallel[-_]size|\ -(tp|dp|dpl|pp|dcp|pcp)[\ =] ]] || is_one=true
 commands=(trl-april accelerate python3 srun scontrol)
 [[ $is_one == false || $server_nodes == 1 ]] || commands+=(ray)
 for command in "${commands[@]}"; do

@@ -174,12 +174,14 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
     This class includes only the parameters that are specific to APRIL (Active Partial Rollouts, arXiv 2509.18521). For
     all other parameters, please refer to [`~trl.GRPOConfig`]. Four defaults differ:
 
-    - `use_vllm=None`: APRIL uses vLLM. If stock GRPO runs instead, TRL's default applies.
+    - `use_vllm=None`: APRIL uses vLLM. If stock GRPO runs instead, TRL's default applies, or `True` if the address of
+      a server is given.
     - `vllm_mode=None`: uses the server whose address is given (`vllm_server_base_url`, `vllm_server_host` or
       `vllm_server_port`), or else a server that the trainer starts. `"server"` always uses the given server, and
       `"colocate"` always the trainer's server, to which TRL's `vllm_gpu_memory_utilization`,
       `vllm_tensor_parallel_size`, `vllm_max_model_length` and `vllm_model_impl` apply.
-    - `bf16=False` on a machine without a GPU, where TRL's default raises an error.
+    - `bf16=False` on a machine without a GPU, where TRL's default raises an error. With `use_cpu=True` it raises none,
+      and applies.
     - `vllm_importance_sampling_mode=None`: `"token_truncate"`, or TRL's default if stock GRPO runs. TRL's
       `"sequence_mask"` exponentiates the log-ratio summed over the sequence, and would mask out the long samples of
       several policy versions that APRIL keeps.
@@ -198,9 +200,11 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
             Ratio of the prompt groups in flight to the groups of a batch (N'/N in the paper), at least 1.0. 1.0 is
             synchronous GRPO through the same code. Defaults to 3.0, or to 6.0 with `tools`, `environment_factory` or
             `rollout`, since a sample has no request on the server while these run. Under `staleness_policy="wait"`,
-            the default is at most `max_staleness + 1`. `"auto"` starts with 3.0, raises the factor while the servers
-            decode faster with more groups in flight, and lowers it while requests wait for memory. It respects
-            `max_staleness` and never exceeds 8. `april/over_provisioning` logs the factor of each round.
+            the factor is at most `max_staleness + 1`. With several optimizer steps per batch, it is at most
+            `max_staleness // steps + 1`, and a higher factor is lowered with a warning. `"auto"` starts with 3.0,
+            raises the factor while the servers decode faster with more groups in flight, and lowers it while requests
+            wait for memory. It respects `max_staleness` and never exceeds 8. `april/over_provisioning` logs the factor
+            of each round.
         max_staleness (`int` or `None`, *optional*, defaults to `8`):
             Bound on the age of a trained token, in policy versions (optimizer steps): version at training minus
             version at sampling. `None` lifts the bound. The paper observed at most 5.
@@ -261,7 +265,8 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
         tool_timeout (`float`, *optional*):
             Seconds after which a tool call returns an error result, as after an exception, and counts as a failure.
             Its thread is abandoned, or its coroutine canceled. Also limits `reset` of an environment, after which
-            another instance is reset, and `_april_restore`. No limit by default.
+            another instance is reset, and `_april_restore`. With `rollout`, limits the time between two turns, after
+            which the sample ends with `None` in its columns. No limit by default.
         replay_environments (`bool`, *optional*, defaults to `False`):
             Whether an environment without `_april_state` is rebuilt when training resumes: it is reset, and the
             recorded calls of its sample are repeated. If a result differs, the sample starts over, as it does by
@@ -276,7 +281,7 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
         default=None,
         metadata={
             "help": "Whether to use vLLM for generating completions. If `False`, training runs as stock GRPO. By "
-            "default APRIL uses it, and stock GRPO does not."
+            "default APRIL uses it, and stock GRPO only if the address of a server is given."
         },
     )
     vllm_mode: str | None = field(

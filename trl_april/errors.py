@@ -27,6 +27,8 @@ class ServerError(AprilError, ConnectionError):
 class WeightSyncError(AprilError, RuntimeError):
     """The server does not hold the weights that the trainer sent."""
 
+    status: int | None = None  # of the server's answer, if it refused a request
+
 
 class RoundSuspended(AprilError, RuntimeError):
     """A round was stopped on request, in this process or another process. The tokens that arrived are in the pool."""

@@ -277,7 +277,7 @@ class RolloutSession:
 
     @contextmanager
     def scoring_suspended(self) -> Iterator[None]:
-        """Call no reward function beside this context, in which an evaluation calls them."""
+        """Call no reward function in its thread in this context, in which an evaluation calls them."""
         if (dynamic := self._dynamic) is None:
             yield
             return

@@ -10,6 +10,7 @@ import threading
 import time
 from array import array
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from types import SimpleNamespace
 
@@ -302,9 +303,17 @@ def test_a_first_request_that_is_too_long_may_be_shortened(acts):
                 ask(api, question("A" * 4000))
             ask(api, question("A"))
 
+    def insists(prompt, engine, row):
+        with client(engine) as api:
+            while True:
+                with suppress(openai.BadRequestError):
+                    ask(api, question("A" * 4000))
+
     pool = new_pool()
     play(pool, acts(shortens))
     assert outcome(pool)[0][1] == "Re: A" + END
+    with pytest.raises(ConfigError, match=r"The first request of the rollout of row 0 \(.*q0.*\) has 4\d+ tokens"):
+        play(new_pool(), acts(insists))
 
 
 def test_a_call_after_the_end_finds_no_address(acts):

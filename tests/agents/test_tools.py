@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -27,6 +28,7 @@ from tests.support.tool_calling import (
     multiply,
     trainer_arguments,
 )
+from trl_april.agents.tools import is_json
 from trl_april.bridge.hand_over import first_turns, loop_results, rollout_output
 from trl_april.bridge.tool_loop import tool_turns
 from trl_april.config import AprilOptions
@@ -220,3 +222,8 @@ def test_other_threads_may_use_the_trainers_tokenizer(stock):
         finally:
             done.set()
     assert all(one == wanted for one in found)
+
+
+def test_what_json_holds_can_be_saved():
+    assert all(map(is_json, [None, True, 1, math.nan, -math.inf, "x", [1, [None]], {"a": {"b": [1.5]}}]))
+    assert not any(map(is_json, [(1,), [(1,)], {1: 1}, b"", {"a": object()}]))

@@ -107,6 +107,13 @@ def test_second_save_at_a_step_writes_only_the_rollouts(checkpoints, tmp_path):
     assert save(checkpoints) == [("rollouts", False), "everything"]
 
 
+def test_a_checkpoint_that_a_link_names_is_not_removed(checkpoints, tmp_path):
+    make_checkpoint(tmp_path, "checkpoint-7")
+    (tmp_path / "latest").symlink_to("checkpoint-7")
+    resumed = RunCheckpoints(str(tmp_path), checkpoints._run_dir, OneProcess(), str(tmp_path / "latest"))
+    assert save(resumed) == [("rollouts", True)]
+
+
 def test_folder_of_an_earlier_run_is_no_checkpoint_while_it_is_rewritten(checkpoints):
     """The trainer's state, which completes a checkpoint, is removed first."""
     make_checkpoint(checkpoints.folder(7).parent, "checkpoint-7")

@@ -102,6 +102,9 @@ def test_missing_matplotlib_is_found_before_any_work(command, tmp_path, monkeypa
 
 def test_checking_an_output_path_leaves_nothing_behind(tmp_path):
     (tmp_path / "old.json").write_text("{}")
-    for name in ("old.json", "new.json"):
+    (link := tmp_path / "link.json").symlink_to("target.json")
+    for name in ("old.json", "new.json", "link.json"):
         check_file("--json", tmp_path / name)
+    assert link.is_symlink()
+    link.unlink()
     assert [(path.name, path.read_text()) for path in tmp_path.rglob("*")] == [("old.json", "{}")]

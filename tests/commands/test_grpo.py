@@ -123,6 +123,8 @@ def test_rewards_are_a_model_a_name_or_a_function_of_a_module(my_rewards):
 @pytest.mark.parametrize(("kind", "streaming"), [("jsonl", False), ("parquet", True), ("csv", False)])
 def test_dataset_is_a_file_or_a_folder_of_files(tmp_path, kind, streaming):
     path = write(tmp_path / f"train.{kind}", ROWS)
+    odd = write(tmp_path.with_name(f"{tmp_path.name}[1]*.{kind}"), ROWS)  # not a pattern
+    assert len(list(splits_of("--dataset_name", odd, "--dataset_streaming", str(streaming))["train"])) == 8
     (rows,) = splits_of("--dataset_name", path, "--dataset_streaming", str(streaming)).values()
     assert isinstance(rows, IterableDataset if streaming else Dataset)
     assert [{name: str(value) for name, value in row.items()} for row in rows] == ROWS  # CSV reads "1" as a number

@@ -160,11 +160,12 @@ def test_page_asks_for_nothing_from_outside(page_of):
 
 def test_command_writes_the_page_and_the_notes(folders, tmp_path, capsys):
     output, cut = tmp_path / "page.html", tmp_path / "cut"
+    damaged = [b"null", b"7", b"{}", b'{"kind": "run", "format": 1}', b'{"kind": "round"}', b"[" * 10**5, b'{"kind"']
     cut.mkdir()
-    (cut / FILE).write_bytes((folders["april"] / FILE).read_bytes() + b'{"kind"')
+    (cut / FILE).write_bytes((folders["april"] / FILE).read_bytes() + b"\n".join(damaged))
     assert cli.main(["report", str(cut), "--output", str(output)]) == 0
     said = capsys.readouterr().out
-    assert f"Written to {output}" in said and "1 of the lines" in said
+    assert f"Written to {output}" in said and "7 of the lines" in said
     assert output.read_text().startswith("<!DOCTYPE html>")
 
 

@@ -78,6 +78,7 @@ def test_lengths_and_step_times_from_files(tmp_path, capsys, arguments, waves):
         (["--max-staleness-mean=-1"], "--max-staleness-mean is -1.0"),
         (["--steps", "fast"], "'fast' is not a step time"),
         (["--log", "no-such-file"], "no-such-file cannot be read"),
+        (["--plot", "curve.xyz"], "--plot is 'curve.xyz': 'xyz' is none of eps, "),
         (["--factors", "2", "best"], "over_provisioning is 'best'"),
     ],
 )

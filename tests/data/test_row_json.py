@@ -88,6 +88,7 @@ nested.append(nested)
         np.zeros(2, dtype=[("a", np.int32)]),  # would come back without its fields
         np.array(["a"], dtype=np.dtypes.StringDType()),  # its memory holds pointers
         Image.new("CMYK", (3, 2)),
+        Image.new("RGB", (0, 2)),
         [1 << 20_000],
         nested,
     ],

@@ -13,7 +13,6 @@ from tests.support.peers import Peer, Peers
 from tests.support.synced_trainer import SyncedTrainer
 from tests.support.tiny import build_model
 from tests.training.test_forward_pass import build
-from trl_april.bridge.tool_loop import groups_finish_beside_evaluations
 from trl_april.checkpoint import resume
 from trl_april.checkpoint.resume import RunCheckpoints
 from trl_april.distributed import error_channel, processes
@@ -216,23 +215,6 @@ def test_a_folder_of_weights_is_that_of_the_first_process(peers, connect, tiny_m
             monkeypatch.setattr(transport, "os", SimpleNamespace(path=path))
             outcome = in_both(peers.run(folder))
             assert found in (outcome, outcome[0])
-
-
-@pytest.mark.parametrize("keeps", [True, False])
-def test_whether_groups_finish_beside_an_evaluation_is_known_to_the_first_process(peers, keeps):
-    """It has the servers. Where the answers differ, the samples of one process wait for environments for ever."""
-
-    def ask(peer: Peer) -> bool:
-        servers = SimpleNamespace(keeps_requests=keeps if peer.rank == 0 else not keeps)
-        options = SimpleNamespace(overlap_generation=True, dynamic_sampling=False)
-        return groups_finish_beside_evaluations(
-            SimpleNamespace(
-                _april_processes=peer, _april_options=options, _april_session=object(), reward_funcs=[],
-                vllm_generation=SimpleNamespace(servers=servers),
-            )
-        )  # fmt: skip
-
-    assert in_both(peers.run(ask)) is keeps
 
 
 # Processes as each of them sets them up

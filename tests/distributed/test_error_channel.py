@@ -132,6 +132,14 @@ def test_error_that_cannot_be_made_of_a_message_is_a_peer_error(error):
     assert f"failed with {type(error).__name__}" in str(raised[1]) and "the words" in str(raised[1])
 
 
+def test_an_error_whose_text_cannot_be_read_is_reported():
+    class Unreadable(Exception):
+        def __str__(self):
+            raise ValueError
+
+    assert "failed with Unreadable" in str(run(failing(Unreadable()), work)[1])
+
+
 @pytest.mark.parametrize("consequence", [None, OSError("connection reset by peer")])
 def test_process_that_never_asks_gets_the_error_when_its_run_ends(consequence):
     """Also instead of an error that follows from it."""
@@ -232,6 +240,15 @@ def test_process_that_exited_without_reporting_an_error_is_reported_to_all(child
     errors = [process.end() for process in [Process(ErrorChannel(store, rank, 3), work) for rank in (1, 2)]]
     assert [type(error) for error in errors] == [PeerError, PeerError]
     assert {str(error) for error in errors} == {f"Process 0 exited without reporting an error (pid {child.pid})"}
+
+
+def test_process_that_exited_between_two_watches_is_reported(child):
+    """It sends no heartbeat in the second."""
+    channel = ErrorChannel(store_with(child.pid), 1, 2)
+    assert Process(channel, work_for(0.1)).end() is None
+    child.stdin.close()
+    child.wait()
+    assert f"exited without reporting an error (pid {child.pid})" in str(Process(channel, work).end())
 
 
 @pytest.mark.parametrize("why", ["it has left the watch", "it is on another host"])

@@ -193,6 +193,9 @@ def test_server_and_trainer_run_on_a_cpu_without_gpus(machine):
     ("tool", "options", "environment", "server_gpus", "trainer_gpus"),
     [
         ("nvidia-smi", ["--", "--", "--dtype", "half"], {"FIT": "2"}, "0,1 2,3", "4,5,6,7"),
+        ("nvidia-smi", ["--", "--", "-tp", "4"], {}, "0,1,2,3", "4,5,6,7"),
+        ("nvidia-smi", ["--", "--", "-dp=4"], {}, "0,1,2,3", "4,5,6,7"),
+        ("nvidia-smi", ["--", "--", "--tensor_parallel_size=4"], {}, "0,1,2,3", "4,5,6,7"),
         ("nvidia-smi", ["--server-gpus", "1"], {"CUDA_VISIBLE_DEVICES": "3,5,7"}, "3", "5,7"),
         ("amd-smi", [], {"HIP_VISIBLE_DEVICES": "1,3"}, "1", "3"),
         ("amd-smi", [], {"ROCR_VISIBLE_DEVICES": "2,3"}, "0", "1"),
@@ -258,11 +261,12 @@ def test_each_server_of_a_node_has_gpus_and_a_port_of_its_own(machine):
                    for word in call.arguments)  # fmt: skip
 
 
-def test_several_server_nodes_are_joined_by_ray(machine):
+@pytest.mark.parametrize("flag", ["--data-parallel-size", "--data_parallel_size", "-dp"])
+def test_several_server_nodes_are_joined_by_ray(machine, flag):
     finish(machine.job(
         "--server-nodes", "2", "--server-address", "::1", "--port", port := str(free_port()), "--gpus-per-node", "4",
         "--", "--weight_sync", "filesystem", "--weight_sync_dir", "/shared/weights",
-        "--", "--data-parallel-size", "2", nodes="n1,n2,n3,n4,n5",
+        "--", flag, "2", nodes="n1,n2,n3,n4,n5",
     ))  # fmt: skip
     for call in machine.calls("ray"):  # the same on both nodes: Ray finds the first one
         assert call.arguments[:8] == [
@@ -271,7 +275,7 @@ def test_several_server_nodes_are_joined_by_ray(machine):
     assert len(machine.calls("ray")) == 2
     (server,) = machine.calls("trl-april")
     assert server.arguments[-6:] == [  # by default vLLM expects all copies on the first node
-        "--data-parallel-backend", "ray", "--data-parallel-address", "::1", "--data-parallel-size", "2",
+        "--data-parallel-backend", "ray", "--data-parallel-address", "::1", flag, "2",
     ]  # fmt: skip
     trainer = machine.calls("accelerate")[0].arguments
     assert option(trainer, "--num_processes") == "12"
@@ -282,6 +286,7 @@ def test_several_server_nodes_are_joined_by_ray(machine):
     ("launcher", "arguments", "environment", "reason"),
     [
         (SINGLE_NODE, [], {}, "the model is left out"),
+        (SINGLE_NODE, ["m", "--log", "missing/x.log"], {}, "--log is 'missing/x.log', but it must be a file"),
         (SINGLE_NODE, ["m"], {"COUNT": "1"}, "one GPU was found (0), but server and trainer need one each"),
         (SINGLE_NODE, ["m", "--server-gpus", "4"], {"COUNT": "4"}, "--server-gpus is 4 of 4"),
         (SINGLE_NODE, ["m"], {"COUNT": "4"}, "how many servers fit on the GPUs is not known"),

@@ -102,6 +102,9 @@ def test_next_trainer_of_the_same_model_takes_the_server_over(script, monkeypatc
         options = {"vocab_size": number // 2, "use_cache": number == 0}  # TRL changes the second one
         folder.joinpath("config.json").write_text(json.dumps(options))
         folder.joinpath("model.safetensors").write_text(str(number))
+        folder.joinpath("tokenizer").mkdir()
+        folder.joinpath("run_config.json").write_text("// not a server's, and not JSON")
+        folder.joinpath("train_config.json").write_text("[]")
     users = [User() for _ in range(4)]
     server = used_by(users[0], folders[0]).start()
     capsys.readouterr()

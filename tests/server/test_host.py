@@ -3,6 +3,7 @@
 import resource
 import socket
 import sys
+from unittest.mock import Mock
 
 import pytest
 from transformers import HfArgumentParser
@@ -45,12 +46,19 @@ def test_address_that_other_machines_reach_is_warned_of(host, exposed, caplog):
         ("127.0.0.1", 0, "port is 0, .*1 to 65535"),
         ("127.0.0.1", "8000", "port is '8000', .*whole number"),
         ("http://localhost", None, "host is 'http://localhost', but that name does not resolve"),
+        ("a..b", None, "host is 'a..b', but that name does not resolve"),
         ("192.0.2.1", None, "cannot bind to 192.0.2.1, .*Give an address of this machine"),
     ],
 )
 def test_address_that_cannot_be_bound_is_refused(host, port, words):
     with pytest.raises(ConfigError, match=words):
         check_address(host, port)
+
+
+def test_address_of_a_disabled_family_is_refused(monkeypatch):
+    monkeypatch.setattr(socket, "socket", Mock(side_effect=OSError(97, "Address family not supported")))
+    with pytest.raises(ConfigError, match="cannot bind to ::1, port 0: Address family not supported"):
+        bind("::1", 0)
 
 
 def test_name_means_its_ipv4_address_as_in_vllm(monkeypatch):

@@ -10,7 +10,9 @@ import pytest
 
 from tests.server.test_process import wait_for
 from tests.support.fake_vllm import FakeVLLM
+from trl_april.errors import ServerError
 from trl_april.server import lease as leases
+from trl_april.server.command_line import LEASE_PATH
 from trl_april.server.lease import Claim, ServerLease
 from trl_april.weights.synced_server import SyncedServer
 
@@ -59,6 +61,17 @@ def test_a_run_that_was_killed_is_waited_for(fake):
     fake.claim.take("killed", 0.3)
     assert lease_of(fake).take()
     assert fake.claim._holder.startswith(f"process {os.getpid()} on ")
+
+
+def test_a_server_that_fails_once_still_has_leases(fake):
+    lease = lease_of(fake)
+    fake.answers[LEASE_PATH] = 500, "internal error"
+    with pytest.raises(ServerError, match="answered 500"):
+        lease.take()
+    fake.answers.clear()
+    assert lease.take() and fake.claim._holder
+    fake.answers[LEASE_PATH] = 404, "not found"
+    assert not lease_of(fake).take(), "it has none"
 
 
 def test_the_lease_is_renewed_until_it_is_given_back_or_its_owner_is_collected(fake):

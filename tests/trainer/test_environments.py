@@ -199,6 +199,16 @@ def test_a_server_with_places_for_one_batch_is_enough(fake, tmp_path, caplog, fa
     assert sum("eval_reward" in entry for entry in trainer.state.log_history) == evaluates * trainer.args.max_steps
 
 
+def test_an_evaluation_waits_for_no_place_of_samples_in_flight(tmp_path):
+    """They may wait for a place that it holds."""
+    options = arguments(by_address(9), reward_funcs=None, tools=[], eval_dataset=DATASET.select(range(8)))
+    options |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8, "stream_interval": 5}
+    script = ToolScript(GAME, seconds_per_chunk=0.01).stream
+    with FakeVLLM(keeps_requests=True, vocab_size=len(TOKENIZER), script=script) as fake:
+        with pytest.raises(ConfigError, match="All 9 environments are in use.*per_device_eval_batch_size"):
+            april(fake, tmp_path, **options, over_provisioning=2.0).train()
+
+
 def test_fewer_places_than_samples_at_once_are_an_error(fake, tmp_path):
     options = arguments(by_session(7), reward_funcs=None, tools=[], eval_dataset=DATASET.select([0]))
     trainer = april(fake, tmp_path, **options, per_device_eval_batch_size=8)

@@ -1,5 +1,6 @@
 """Finished groups as TRL's batch, and the metrics of a round, computed by hand."""
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -80,6 +81,9 @@ def test_rows_prompts_tokens_and_log_probabilities_are_aligned():
     """Group by group, sample by sample: TRL's advantages rely on that order. All values are plain lists."""
     batch = groups()
     assert [row["prompt"] for row in batch_rows(batch)] == ["p0", "p0", "p3", "p3"]
+    batch[0].row |= {"decoder": (decoder := threading.Lock()), "values": [1]}
+    first, second = batch_rows(batch)[:2]
+    assert first["decoder"] is second["decoder"] is decoder and first["values"] is not second["values"]
     assert rollout_output(batch) == {
         "prompt_ids": [[100, 0], [100, 0], [100, 3], [100, 3]],
         "completion_ids": [[1, 2, 3, 5, 6], [4], [1, 2, 3, 4, 5], [6, 7]],

@@ -153,6 +153,7 @@ def test_log_has_the_quantiles_that_the_trainer_logs():
         *((read_histogram, content, "lengths of at least 1") for content in ("0,1", "10,-1", "10,nan")),
         (read_log, '{"log_history": [3]}', "the log of a training run"),
         (read_log, '{"log_history": [{"completions/min_length": 3}]}', "no entry with .*stock GRPO does not"),
+        (read_log, logged((1, *[math.nan] * 7)), "april/length_p10 of nan.*must be finite"),
     ],
 )
 def test_bad_files_are_refused_with_what_was_expected(tmp_path, read, content, words):

@@ -112,6 +112,17 @@ def test_adapters_stay_as_long_as_a_request_may_use_them(trainer, fake):
     assert weight_folders() - before == set()
 
 
+def test_all_adapters_of_a_server_have_room_where_their_files_are(trainer, fake, tmp_path, monkeypatch):
+    """A container has 64 MiB of shared memory by default."""
+    sizes = []
+    monkeypatch.setattr(adapters, "place_for", lambda size: sizes.append(size) or str(tmp_path))
+    generation = trainer.connect(fake, server_timeout=10.0)
+    trainer.sync(generation)
+    (folder,) = folders(fake)
+    weights = load_file(Path(folder, "adapter_model.safetensors")).values()
+    assert sizes == [3 * sum(weight.nbytes for weight in weights)] and Path(folder).parent == tmp_path
+
+
 def test_every_server_gets_the_adapter_and_the_smallest_decides_how_many_stay(trainer, fakes):
     fakes[1].more_config = {"lora_config": {"max_loras": 1}}
     address = SimpleNamespace(base_url=",".join(fake.base_url for fake in fakes))

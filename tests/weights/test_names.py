@@ -1,6 +1,8 @@
 """Parameters and persistent buffers are sent as `save_pretrained` would write them."""
 
 from collections import Counter
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from trl.generation.vllm_generation import VLLMGeneration
 
 from tests.support.tiny import build_model
 from trl_april.errors import WeightSyncError
@@ -110,6 +113,24 @@ def test_buffers_have_the_names_and_order_that_the_server_needs():
     assert not [
         name for name in names_in_checkpoint(adapted) if "lora" in name or "wrapped" in name or "_save" in name
     ]
+
+
+@pytest.mark.parametrize("adapters", [["default"], ["default", "ref"], ["policy"]])
+@pytest.mark.parametrize("options", [{"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [3, 4]}])
+def test_a_merged_model_has_the_names_of_its_base(adapters, options):
+    """TRL adds an adapter `ref` with `beta` above 0."""
+    model = build_model(tie_word_embeddings=False)
+    names = {name for name, _ in model.named_parameters()}
+    config = LoraConfig(target_modules=["q_proj"], **options)
+    adapted = get_peft_model(model, config, adapter_name=adapters[0])
+    for name in adapters[1:]:
+        adapted.add_adapter(name, config)
+    trls = SimpleNamespace(
+        model=adapted, _dist=SimpleNamespace(gather_params=lambda params: nullcontext(), is_fsdp=False)
+    )
+    trls._fix_param_name_to_vllm = partial(VLLMGeneration._fix_param_name_to_vllm, trls)
+    params = with_native_adapters(VLLMGeneration._iter_named_params(trls), adapted)
+    assert set(sent(adapted, params)) == names == names_in_checkpoint(adapted) and tied_names(adapted) == {}
 
 
 class Wrapper(torch.nn.Module):

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..data.admission import check_prompt, prompt_name
 from ..data.row_json import encode_messages
+from ..data.source import copy_row
 from ..distributed.processes import get_logger
 from ..engine.images import prompt_of
 from ..errors import ConfigError
@@ -108,8 +109,7 @@ class Environments(Restorable):
     factories: dict[str | None, Callable[[], Any]]
     by_name: bool  # whether the column `environment` of a row names its factory
     places: dict[str | None, Places]  # the instances of each factory, which an evaluation shares with training
-    evaluates: bool
-    waits: bool  # whether other samples continue and free their instances
+    evaluates: bool  # then no sample waits: samples of training may wait for instances that an evaluation holds
     tools: Sequence[Callable[..., Any]]  # of all samples, in addition to the methods of their environments
     calls: ToolCalls
     tokenize: Callable[[list[Message], str | None], list[int]]  # of a prompt, with the tools of an environment
@@ -130,7 +130,7 @@ class Environments(Restorable):
                 prompt, prompt_ids = self._reset(occupied, group)
                 break
             except Full as full:
-                if not self.waits:
+                if self.evaluates:
                     raise ConfigError(
                         f"{full} An evaluation needs an environment for each row of its batch, in addition to those "
                         "that samples in flight use. Raise their limit, or lower per_device_eval_batch_size or "
@@ -194,7 +194,7 @@ class Environments(Restorable):
                 f"Row {group.row_index} of the training dataset has environment={name!r}, and environment_factory has "
                 f"{', '.join(map(repr, self.factories))}. Correct the row, or add the factory."
             )
-        instance = self.places[name].take(self._key(group), len(group.samples), waits=waits and self.waits)
+        instance = self.places[name].take(self._key(group), len(group.samples), waits=waits and not self.evaluates)
         occupied = Occupied(name, instance, is_new=instance is None)
         if instance is None:
             occupied.instance = self._open(occupied, self.factories[name])
@@ -241,7 +241,7 @@ class Environments(Restorable):
 
     def _reset(self, occupied: Occupied, group: Group) -> tuple[list[Message] | None, list[int]]:
         """Reset an instance. Returns the prompt, unless it is the dataset row's, and its token ids."""
-        row = copy.deepcopy(group.row)
+        row = copy_row(group.row)
         arguments = {key: value for key, value in row.items() if key != "environment" or not self.by_name}
         observation = self._open(occupied, partial(self._in_thread(occupied, "reset"), **arguments))
         self._mark_open(occupied)

@@ -7,13 +7,13 @@ holds no rollout: on resume, it starts over and gets the recorded turns as long 
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections.abc import Awaitable, Callable, Sequence
 from inspect import iscoroutinefunction
 from queue import Empty
 from typing import Any
 
 from ..data.admission import check_prompt, prompt_name
+from ..data.source import copy_row
 from ..distributed.processes import get_logger
 from ..engine.images import images_in, prompt_of
 from ..errors import ConfigError
@@ -169,7 +169,7 @@ class RolloutTurns(Restorable):
         self.threads.shutdown()
 
     def _begin(self, group: Group) -> _Episode:
-        row = copy.deepcopy(group.row)
+        row = copy_row(group.row)
         return _Episode(self, row, TurnEngine(self._tokenize(prompt_of(group.row)), self._address_of))
 
     def _reset(self, group: Group, sample: Sample) -> ResetResult:
@@ -241,7 +241,8 @@ class RolloutTurns(Restorable):
                 "row has images, and only engine.prompt_ids has their places. Begin with "
                 "engine.generate(engine.prompt_ids)."
             )
-        check_prompt(group.budget, len(event.token_ids), prompt_name(group.row, group.row_index))
+        what = "first request of the rollout" if event.may_branch else "prompt"
+        check_prompt(group.budget, len(event.token_ids), prompt_name(group.row, group.row_index, what))
         return event.token_ids, event.limit
 
     def _restore(self, group: Group, sample: Sample) -> Sample | None:

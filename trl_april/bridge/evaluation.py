@@ -6,17 +6,17 @@ Invariant: a sample has the turns that it would have in training, and waits for 
 
 from __future__ import annotations
 
-import copy
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 from trl import GRPOConfig, GRPOTrainer
 
 from ..agents.rollout_function import FILES_PER_SAMPLE, RolloutTurns
 from ..agents.tools import ToolTurns
 from ..data.admission import NewGroup, check_prompt, prompt_name
-from ..data.source import Row
+from ..data.source import Row, copy_row
 from ..distributed.processes import Processes
 from ..engine.protocol import ImagesOf
 from ..engine.sampling import SamplingOptions
@@ -123,7 +123,7 @@ class Evaluation:
         groups = []
         for row, prompt_ids in zip(rows, self._tokenize(rows), strict=True):
             check_prompt(self._budget, len(prompt_ids), prompt_name(row))
-            groups.append(NewGroup(self._next_id, copy.deepcopy(row), prompt_ids, num_generations=1))
+            groups.append(NewGroup(self._next_id, copy_row(row), prompt_ids, num_generations=1))
             self._next_id += 1
         return groups
 
@@ -188,12 +188,8 @@ def evaluation(trainer: GRPOTrainer) -> Iterator[None]:
         processes=processes,
         version=trainer.state.global_step,
     )
-    session = trainer._april_session
     try:
-        with (
-            replaced(trainer, _april_evaluation=found),
-            nullcontext() if session is None else session.scoring_suspended(),
-        ):
+        with replaced(trainer, _april_evaluation=found):
             yield
     finally:
         found.close()
@@ -201,3 +197,8 @@ def evaluation(trainer: GRPOTrainer) -> Iterator[None]:
             turns.close()
         if trainer._april_session is None:  # outside of training
             server.servers.give_up()
+
+
+def without_scoring(session: Any) -> AbstractContextManager[None]:
+    """While an evaluation is scored, call no reward function for training, if there is a session."""
+    return nullcontext() if session is None else session.scoring_suspended()  # type: ignore[no-any-return]

@@ -9,7 +9,6 @@ import copy
 import threading
 from typing import Any
 
-import torch
 from transformers.trainer_utils import SaveStrategy
 from trl import GRPOTrainer
 from trl.chat_template_utils import parse_response
@@ -140,7 +139,6 @@ def _environments(
         by_name=trainer._multi_environment,
         places=trainer._april_places,
         evaluates=evaluates,
-        waits=not evaluates or groups_finish_beside_evaluations(trainer),
         tools=trainer._standalone_tools,
         calls=calls,
         tokenize=loop.tokenize,
@@ -148,12 +146,3 @@ def _environments(
         saves_states=args.save_strategy != SaveStrategy.NO or bool(options.save_on_signal),
         replays=options.replay_environments,
     )
-
-
-def groups_finish_beside_evaluations(trainer: GRPOTrainer) -> bool:
-    """Whether training groups finish and release their environments during an evaluation. A collective call."""
-    options, servers = trainer._april_options, trainer.vllm_generation.servers
-    keeps = trainer._april_processes.decide(lambda: servers.keeps_requests)  # known to the first process alone
-    has_models = any(isinstance(function, torch.nn.Module) for function in trainer.reward_funcs)
-    overlaps = bool(trainer._april_session and options.overlap_generation)
-    return overlaps and keeps and not options.dynamic_sampling and not has_models

@@ -50,7 +50,8 @@ class RunCheckpoints:
                     f"Process {processes.rank} finds partial samples in {checkpoint}, and another process finds none. "
                     "output_dir must be a folder that all hosts share."
                 )
-            step = checkpoint.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+            # The path may be a symbolic link, such as `latest`.
+            step = checkpoint.resolve().name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
             if step.isdecimal() and checkpoint.resolve() == self.folder(int(step), None).resolve():
                 self._complete_step = int(step)
 

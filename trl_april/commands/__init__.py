@@ -37,7 +37,7 @@ def check_file(option: str, path: str | Path) -> None:
     try:
         open(path, "ab").close()  # permission bits miss read-only file systems, and mean nothing for root
         if not existed:
-            os.unlink(path)
+            os.unlink(os.path.realpath(path))  # the target of a link, which stays
     except OSError as error:
         raise ConfigError(
             f"{option} is {str(path)!r}, which cannot be written: {error.strerror}. Give a file in a folder that "

@@ -15,6 +15,7 @@ on the hub. A `datasets:` list in the file of `--config` mixes several, as in TR
 from __future__ import annotations
 
 import argparse
+import glob
 import os
 import pkgutil
 import sys
@@ -70,7 +71,8 @@ def load_splits(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Mappi
     if path.is_file():
         if kind is None:
             raise ConfigError(f"dataset_name is {name!r}; a file must be one of {', '.join(FORMATS)}. Convert it.")
-        return load_dataset(kind, data_files=name, streaming=streams)
+        # `datasets` reads it as a pattern, which has no `..`, and puts the current folder before a relative one.
+        return load_dataset(kind, data_files=glob.escape(str(path.parent.resolve() / path.name)), streaming=streams)
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         saved = load_from_disk(name)
         splits = saved if isinstance(saved, DatasetDict) else {"train": saved}

@@ -88,24 +88,23 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     if not folder.is_dir():
         raise ConfigError(f"There is no folder {str(folder)!r}. Give the output_dir of a training run.")
     log, until = folder / FILE, math.inf
-    name = re.fullmatch(r"checkpoint-(\d+)", folder.resolve().name)
-    if name and not log.exists():
+    if (name := re.fullmatch(r"checkpoint-(\d+)", folder.resolve().name)) and not log.exists():
         log, until = folder.resolve().parent / FILE, int(name[1])
-    run, offset = Run(folder), 0.0  # a resumed run starts its clock again
-    damaged = repeated = 0
+    run, offset, damaged, repeated = Run(folder), 0.0, 0, 0  # a resumed run starts its clock again
     for line in filter(None, log.read_bytes().splitlines() if log.is_file() else ()):
         try:
             entry = json.loads(line)
-        except ValueError:
+            if entry["kind"] == "run":
+                repeated += _start(run, entry)
+                offset = run.seconds
+            elif entry["kind"] == "round":
+                run.rounds.append(_round(entry, offset))
+            else:
+                run.steps.append(Step(entry["step"], _intervals(entry["training"], offset)))
+        except ConfigError:  # a ValueError
+            raise
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
             damaged += 1
-            continue
-        if entry["kind"] == "run":
-            repeated += _start(run, entry)
-            offset = run.seconds
-        elif entry["kind"] == "round":
-            run.rounds.append(_round(entry, offset))
-        else:
-            run.steps.append(Step(entry["step"], _intervals(entry["training"], offset)))
     run.rounds = [item for item in run.rounds if item.version < until]
     run.steps = [step for step in run.steps if step.step <= until]
     if not run.rounds:
@@ -127,14 +126,14 @@ def _start(run: Run, entry: Mapping[str, Any]) -> int:
             f"{run.path} has a log of format {str(entry['format'])[:20]!r}, but this version of trl_april reads "
             f"format {FORMAT}. Read it with the version that wrote it."
         )
-    repeated, step = 0, entry["resumed_at_step"]
+    repeated, step, options = 0, entry["resumed_at_step"], entry["options"]
     if step is not None:
         # A batch of several optimizer steps is generated again unless all of them were done.
         per_round = run.options.get("versions_per_round", 1)
         kept = [item for item in run.rounds if item.version + per_round <= step]
         repeated = len(run.rounds) - len(kept)
         run.rounds, run.steps = kept, [item for item in run.steps if item.step <= step]
-    run.options = entry["options"]
+    run.options = options
     return repeated
 
 

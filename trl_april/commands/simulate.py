@@ -52,6 +52,13 @@ def main(argv: Sequence[str]) -> int:
     # Check the outputs before minutes of simulation.
     if options.plot is not None:
         check_plots("--plot")
+        from matplotlib.figure import Figure  # an optional dependency
+
+        if (suffix := options.plot.suffix[1:].lower()) not in (
+            "",
+            *(kinds := Figure().canvas.get_supported_filetypes()),
+        ):
+            raise ConfigError(f"--plot is {str(options.plot)!r}: {suffix!r} is none of {', '.join(kinds)}. Change it.")
     for option, path in (("--json", options.json), ("--plot", options.plot)):
         if path is not None:
             check_file(option, path)

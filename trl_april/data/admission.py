@@ -6,7 +6,6 @@ single process. Each process also keeps the rows of other processes' outstanding
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -17,7 +16,7 @@ from ..pool.pool import Pool
 from ..pool.samples import Group
 from .order import TrainingRows
 from .plan import TrainingPlan
-from .source import Row, RowRef, RowSource
+from .source import Row, RowRef, RowSource, copy_row
 
 
 logger = get_logger(__name__)
@@ -61,16 +60,16 @@ def check_longest(
     indices = rows.longest_prompts(CHECKED_PROMPTS, silent=silent)
     if not indices:
         return
-    lengths = [len(ids) for ids in tokenize([copy.deepcopy(rows.read(index)) for index in indices])]
+    lengths = [len(ids) for ids in tokenize([copy_row(rows.read(index)) for index in indices])]
     length, index = max(zip(lengths, indices, strict=True))
     if warning := budget.check(length, f"The prompt of row {index}, the longest of the {dataset} dataset,"):
         logger.warning(warning)
 
 
-def prompt_name(row: Row, row_index: int | None = None) -> str:
-    """Name a prompt in messages for users."""
+def prompt_name(row: Row, row_index: int | None = None, what: str = "prompt") -> str:
+    """Name a prompt, or `what` else belongs to its row, in messages for users."""
     number = "" if row_index is None else f" of row {row_index}"
-    return f"The prompt{number} ({str(row.get('prompt'))[:200]!r})"
+    return f"The {what}{number} ({str(row.get('prompt'))[:200]!r})"
 
 
 class Admission:
@@ -99,7 +98,7 @@ class Admission:
             ConfigError: If a prompt leaves no room for a completion.
         """
         rows = [(group_id, ref, self._read_row(ref)) for group_id, ref in self._source.next_rows(count)]
-        own = [copy.deepcopy(row) for group_id, _, row in rows if self._owns(group_id)]
+        own = [copy_row(row) for group_id, _, row in rows if self._owns(group_id)]
         tokenized, groups = iter(self._tokenize(own) if own else ()), []
         for group_id, ref, row in rows:
             if self._owns(group_id):

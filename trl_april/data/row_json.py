@@ -133,7 +133,7 @@ def _encode_image(image: Any) -> str:
     content = io.BytesIO()
     try:
         image.save(content, "PNG")
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a closed image, for example
         raise TypeError(f"an image that cannot be saved as PNG ({error})") from error
     return _to_text(content.getvalue())
 

@@ -7,6 +7,7 @@ also for a stream of unknown length.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
@@ -18,6 +19,19 @@ from .plan import TrainingPlan
 
 Row = dict[str, Any]
 RowRef = int | Row  # index of a row in the training dataset, or a row of a stream
+
+
+def copy_row(row: Row) -> Row:
+    """A copy of a row, which shares values that cannot be copied, such as decoders that a transform adds."""
+    copied: Row = {}
+    for name, value in row.items():
+        try:
+            copied[name] = copy.deepcopy(value)
+        except Exception:
+            copied[name] = value
+    return copied
+
+
 # The position of a source, as checkpoints store it.
 CURSOR = ("origin", "handed_out", "groups_per_round", "micro_steps_per_round", "gradient_accumulation_steps")
 

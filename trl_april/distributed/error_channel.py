@@ -48,6 +48,7 @@ class ErrorChannel:
         self._report: list[str] = []  # the first error of another process
         self._reported = threading.Event()
         self._raised_at = 0.0  # when the main thread got an error; 0 before
+        self._neighbor: list[Any] | None = None  # host and process id of the next process, once it was seen
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -93,7 +94,11 @@ class ErrorChannel:
     def _report_own(self, error: BaseException) -> None:
         name, text = type(error).__name__, "".join(traceback.format_exception(error))
         try:
-            if not self._publish(self._rank, f"failed with {name}: {error}", type(error).__module__, name, text):
+            said = f"{name}: {error}"
+        except Exception:  # of its `__str__`
+            said = name
+        try:
+            if not self._publish(self._rank, f"failed with {said}", type(error).__module__, name, text):
                 self._store.add(self._key("heard"), 1)
         except Exception:
             logger.warning("Process %d could not report its error. End the other processes manually.", self._rank)
@@ -145,7 +150,9 @@ class ErrorChannel:
                 if self._store.check([self._key("beat", neighbor)]):
                     beat = self._store.get(self._key("beat", neighbor))
                     silent, last = (silent + 1 if beat == last else 0), beat
-                    its_host, pid, _ = json.loads(beat)
+                    self._neighbor = json.loads(beat)[:2]
+                if self._neighbor is not None:  # of an earlier watch if it does not take part in this one
+                    its_host, pid = self._neighbor
                     # On the same host, silence proves nothing: a call may hold the GIL for a long time.
                     is_gone = _has_exited(pid) if its_host == host else silent * POLL > SILENCE
                     if is_gone and not self._store.check([self._key("done", neighbor)]):

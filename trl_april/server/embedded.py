@@ -15,6 +15,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,11 +144,13 @@ def description(model: str) -> object:
     folder, contents = Path(model), []
     if not (folder / "config.json").is_file():
         return model
-    for file in sorted({*folder.glob("*config.json"), *folder.glob("*token*"), *folder.glob("*processor*")}):
+    found = {*folder.glob("*config.json"), *folder.glob("*token*"), *folder.glob("*processor*")}
+    for file in sorted(filter(Path.is_file, found)):
         content: object = file.read_bytes()
-        if file.name.endswith("config.json"):
-            options = json.loads(file.read_text()).items()
-            content = {name: value for name, value in options if name not in CHANGED_BY_TRAINERS}
+        with suppress(ValueError):  # other files may have such a name, too
+            options = json.loads(file.read_bytes()) if file.name.endswith("config.json") else None
+            if isinstance(options, dict):
+                content = {name: value for name, value in options.items() if name not in CHANGED_BY_TRAINERS}
         contents.append((file.name, content))
     return contents
 
@@ -175,7 +178,7 @@ class EmbeddedServer(LocalServer):
         self._has_adapters = "--enable-lora" in flags
         self._started_as = self.env, list(flags), model if self._has_adapters else description(model)
         if folder is not None:
-            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            weakref.finalize(self, _remove, folder, os.getpid())
 
     def shared_with(self, trainer: object) -> EmbeddedServer:
         """Return a running server with the same settings, or this server. It ends with the last of its trainers."""
@@ -233,3 +236,8 @@ class EmbeddedServer(LocalServer):
             f"starting {self.devices}, with {' '.join(self.vllm_args)}. Training begins when it has loaded the model, "
             f"after half a minute or more. Log: {self.log_path}. To use a server elsewhere, set vllm_server_base_url."
         )
+
+
+def _remove(folder: Path, process: int) -> None:
+    if os.getpid() == process:  # not a fork of it
+        shutil.rmtree(folder, ignore_errors=True)

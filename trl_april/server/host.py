@@ -51,19 +51,19 @@ def bind(host: str, port: int) -> int:
         # As in vLLM, a host name stands for its IPv4 address.
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         _, kind, protocol, _, address = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)[0]
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter for labels that are empty or too long
         raise ConfigError(f"host is {host!r}, but that name does not resolve ({error}). Try '127.0.0.1'.") from error
-    with socket.socket(family, kind, protocol) as probe:
-        # Like the server: connections of an earlier server that are still closing do not block the port.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket(family, kind, protocol) as probe:
+            # Like the server: connections of an earlier server that are still closing do not block the port.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-        except OSError as error:
-            raise ConfigError(
-                f"The server cannot bind to {host}, port {port}: {error.strerror}. Give an address of this machine, "
-                "such as 127.0.0.1 or 0.0.0.0, and a free port above 1023."
-            ) from error
-        return int(probe.getsockname()[1])
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise ConfigError(
+            f"The server cannot bind to {host}, port {port}: {error.strerror}. Give an address of this machine, such "
+            "as 127.0.0.1 or 0.0.0.0, and a free port above 1023."
+        ) from error
 
 
 def lasting_port(host: str) -> int:

@@ -27,6 +27,7 @@ LEASE_SECONDS = 30.0  # until the lease of a killed run on another host expires
 RENEWAL_SECONDS = 5.0
 GOODBYE_SECONDS = 1.0  # the end of training waits no longer for an answer: the server may be gone
 POLL_SECONDS = 1.0  # between two checks whether another run renews its lease
+WITHOUT_LEASES = (404, 405)  # answers of a server that does not know the endpoint
 
 Answer = Callable[[str, str, dict[str, Any]], dict[str, Any]]  # to a request with this method, path and body
 
@@ -125,7 +126,9 @@ def _ask(answer: Answer, until: list[float], seconds: float) -> dict[str, Any]:
     try:
         body = {"holder": holder, "seconds": seconds, "pid": process.pid, "place": pid_namespace()}
         other = answer("POST", LEASE_PATH.lstrip("/"), body)
-    except WeightSyncError:  # a server without leases
+    except WeightSyncError as error:
+        if error.status not in WITHOUT_LEASES:
+            raise ServerError(str(error)) from error
         until[0] = math.inf
         return {}
     until[0] = 0.0 if other else now + seconds

@@ -15,6 +15,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
 
@@ -318,7 +319,8 @@ class LocalServer:
 
     def _show(self, state: str) -> None:
         if not self.quiet:
-            sys.stderr.write(f"vLLM server for {self.model} on {self.base_url}: {state}\n")
+            with suppress(OSError, ValueError):  # of a terminal that was closed
+                sys.stderr.write(f"vLLM server for {self.model} on {self.base_url}: {state}\n")
 
     def _failure(self, end: str) -> ServerError:
         message = f"The vLLM server for {self.model} {end}."

@@ -5,7 +5,6 @@ Invariant: rows, prompts, tokens and log-probabilities stay aligned, group by gr
 
 from __future__ import annotations
 
-import copy
 import math
 from bisect import bisect_left
 from collections import Counter
@@ -14,6 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 from ..data.row_json import decode_messages
+from ..data.source import copy_row
 from ..engine.servers import Traffic
 from ..pool.pool import Pool
 from ..pool.samples import Group, SampleState
@@ -43,7 +43,7 @@ def batch_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
         for sample in group.samples:
             conversation = sample.conversation
             columns = (conversation and conversation.columns) or {}
-            rows.append(copy.deepcopy({**missing, **group.row, **columns} if missing else group.row))
+            rows.append(copy_row({**missing, **group.row, **columns} if missing else group.row))
             if conversation is not None and conversation.prompt is not None:
                 rows[-1]["prompt"] = decode_messages(conversation.prompt)
     return rows

@@ -149,6 +149,9 @@ def read_log(path: Path) -> Histogram:
             "GRPO does not. Give a histogram instead."
         )
     means = [sum(column) / len(rounds) for column in zip(*rounds, strict=True)]
+    for name, mean in zip(LOGGED, means, strict=True):
+        if not math.isfinite(mean):
+            raise ConfigError(f"{path} has {name} of {mean}, but it must be finite. Give another log, or a histogram.")
     # Binned quantiles are inexact and may lie beyond the exact extremes.
     low, high = max(1.0, means[0]), max(1.0, means[-1])
     quantiles = list(accumulate((min(max(mean, low), high) for mean in means), max))

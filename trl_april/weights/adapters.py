@@ -18,7 +18,7 @@ from accelerate.utils import DistributedType, extract_model_from_parallel, is_pe
 
 from ..errors import WeightSyncError
 from ..server.check import ServerInfo
-from .files import save_tensors, sees_files, weight_folder
+from .files import place_for, save_tensors, sees_files, weight_folder
 from .names import COMPILED, Parameters
 from .synced_server import FRESH, Each, Load, SyncedServer
 
@@ -60,6 +60,7 @@ class AdapterTransport:
     ) -> None:
         self._model, self._parent, self._version, self._servers = model, parent, version, servers
         self._run = f"{PREFIX}{run}"
+        self._place: str | None = None  # where the folders are made without `parent`
         self._count = 0
         self._adapters: list[_Adapter] = []  # that requests may use, oldest first
         self._unused: list[_Adapter] = []  # adapters of failed syncs, which servers may still have
@@ -78,7 +79,9 @@ class AdapterTransport:
                 f"The vLLM server at {server.base_url} has the merged weights of another run (version {stamp!r}). "
                 "Restart it."
             )
-        with weight_folder(self._parent) as folder:
+        if self._parent is None:  # files of all adapters that servers keep, and of the next
+            self._place = place_for(bytes_of(self._model()) * ((server.info.max_loras or 1) + 1))
+        with weight_folder(self._parent, self._place) as folder:
             write_adapter(self._model(), folder)
             _load(server, name := f"{self._run}-check", folder)
         _unload(server, name)
@@ -107,7 +110,7 @@ class AdapterTransport:
 
         try:
             if sends:
-                folder = new.files.enter_context(weight_folder(self._parent))
+                folder = new.files.enter_context(weight_folder(self._parent, self._place))
                 write_adapter(self._model(), folder)
             yield load
         except BaseException:
@@ -125,6 +128,13 @@ def _load(server: SyncedServer, name: str, folder: Path) -> None:
 def _unload(server: SyncedServer, name: str) -> None:
     with suppress(WeightSyncError):  # a restarted server does not know it
         server.control.request("POST", "v1/unload_lora_adapter", {"lora_name": name})
+
+
+def bytes_of(model: torch.nn.Module) -> int:
+    """Size of the adapters of `model`."""
+    peft_model: Any = extract_model_from_parallel(model, keep_torch_compile=False)
+    adapted = (param for name, param in peft_model.named_parameters() if peft_model.prefix in name)
+    return sum(param.numel() * param.itemsize for param in adapted)
 
 
 def write_adapter(model: torch.nn.Module, folder: Path) -> None:

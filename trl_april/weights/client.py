@@ -66,10 +66,13 @@ class ServerControl:
                 f"The vLLM server did not answer /{path} in the weight sync: {error}. {remedy}"
             ) from error
         if response.status_code != 200:
-            raise (ServerError if response.status_code in UNAVAILABLE else WeightSyncError)(
+            refused = (ServerError if response.status_code in UNAVAILABLE else WeightSyncError)(
                 f"The vLLM server answered {response.status_code} to /{path} in the weight sync: "
                 f"{response.text[:500]} {remedy}"
             )
+            if isinstance(refused, WeightSyncError):
+                refused.status = response.status_code
+            raise refused
         is_json = "json" in response.headers.get("Content-Type", "")  # adapters are confirmed in plain text
         return response.json() if is_json else {}
 

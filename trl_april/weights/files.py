@@ -108,13 +108,13 @@ def elements_of(model: torch.nn.Module) -> Counter[torch.dtype]:
 
 def place_for(size: int) -> str:
     """Shared memory, or else the folder for temporary files, with `size` bytes free. Otherwise a [`ConfigError`]."""
-    report = f"The model's weights take {size / 2**30:.1f} GiB as files"
+    report = f"Weights take {size / 2**30:.3g} GiB as files"
     for place in (shared_memory(), tempfile.gettempdir()):
         remove_abandoned(place)
-        free = shutil.disk_usage(place).free
-        if free >= size:
+        free, is_writable = shutil.disk_usage(place).free, os.access(place, os.W_OK | os.X_OK)
+        if is_writable and free >= size:
             return place
-        report += f", {place} has {free / 2**30:.1f} GiB free"
+        report += f", {place} has {free / 2**30:.3g} GiB free" if is_writable else f", {place} is not writable"
     raise ConfigError(f"{report}. {REMEDY}")
 
 

@@ -43,7 +43,7 @@ def in_checkpoint_format(params: Parameters, model: torch.nn.Module) -> Paramete
         and conversion.quantization_operation is None
         for conversion in conversions
     )
-    buffers = sorted(_own_tensors(pretrained, "_buffers"), key=lambda named: -named[1].itemsize)
+    buffers = sorted(_own_tensors(pretrained, "_buffers", _adapter_of(model)), key=lambda named: -named[1].itemsize)
     for name, tensor in chain(buffers, params):
         if can_be_reverted:
             yield from core_model_loading.revert_weight_conversion(pretrained, {name: tensor.detach()}).items()
@@ -70,8 +70,8 @@ def names_in_checkpoint(model: torch.nn.Module) -> set[str]:
 
     Shared tensors have one name. After loading from a quantized checkpoint, names are as in memory.
     """
-    pretrained = base_model(model)
-    own = chain(_own_tensors(pretrained, "_parameters"), _own_tensors(pretrained, "_buffers"))
+    pretrained, adapter = base_model(model), _adapter_of(model)
+    own = chain.from_iterable(_own_tensors(pretrained, kind, adapter) for kind in ("_parameters", "_buffers"))
     first = {id(tensor): (name, tensor) for name, tensor in reversed(list(own))}
     # DeepSpeed's shards are flat.
     tensors = {
@@ -100,7 +100,7 @@ def _operations(conversion: core_model_loading.WeightTransform) -> list[str]:
     return [type(operation).__name__ for operation in getattr(conversion, "operations", ())]
 
 
-def _own_tensors(pretrained: torch.nn.Module, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
+def _own_tensors(pretrained: torch.nn.Module, kind: str, adapter: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters or persistent buffers (which sharding leaves whole) without adapters, under TRL's names."""
 
     def walk(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -113,10 +113,22 @@ def _own_tensors(pretrained: torch.nn.Module, kind: str) -> Iterator[tuple[str, 
             yield from walk(child, prefix if name in _WRAPPERS else f"{prefix}{name}.")
 
     ignored = getattr(pretrained, "_keys_to_ignore_on_save", None) or ()
-    for name, tensor in walk(pretrained, ""):
-        name = name.replace("modules_to_save.default.", "")
-        if name not in ignored:
+    for wrapped, tensor in walk(pretrained, ""):
+        if (name := _plain(wrapped, adapter)) is not None and name not in ignored:
             yield name, tensor
+
+
+def _adapter_of(model: torch.nn.Module) -> str:
+    """The name of the adapter that is trained; PEFT's default if there is none."""
+    unwrapped = extract_model_from_parallel(model, keep_torch_compile=False)
+    return str(unwrapped.active_adapters[0]) if is_peft_model(unwrapped) else "default"
+
+
+def _plain(name: str, adapter: str) -> str | None:
+    """A name without PEFT's wrappers of modules and tokens; `None` for other adapters' modules and merged tokens."""
+    if "trainable_tokens_" in name or ("modules_to_save." in name and f"modules_to_save.{adapter}." not in name):
+        return None
+    return name.replace(f"modules_to_save.{adapter}.", "").replace("token_adapter.", "")
 
 
 def tied_names(model: torch.nn.Module) -> dict[str, list[str]]:
@@ -126,8 +138,10 @@ def tied_names(model: torch.nn.Module) -> dict[str, list[str]]:
     others: dict[str, list[str]] = {}
     if getattr(getattr(base, "config", None), "model_type", None) in _WITHOUT_OUTPUT_LAYER:
         return others
-    for name, param in base.named_parameters(remove_duplicate=False):
-        name = name.replace(".base_layer", "").replace("modules_to_save.default.", "").replace(COMPILED, "")
+    adapter = _adapter_of(model)
+    for wrapped, param in base.named_parameters(remove_duplicate=False):
+        if (name := _plain(wrapped.replace(".base_layer", "").replace(COMPILED, ""), adapter)) is None:
+            continue
         if id(param) in first:
             others.setdefault(first[id(param)], []).append(name)
         else:
@@ -151,10 +165,11 @@ def with_native_adapters(params: Parameters, model: torch.nn.Module) -> Paramete
     own = {f".{name}." for layer in layers for name in layer.adapter_layer_names}
     for layer in layers:
         layer.merge()
+    adapter = _adapter_of(model)
     try:
-        for name, param in params:
-            name = name.replace(COMPILED, "")
-            if not any(part in name for part in own):
+        for wrapped, param in params:
+            name = _plain(wrapped.replace(COMPILED, ""), adapter)
+            if name is not None and not any(part in name for part in own):
                 yield name.replace(".base_layer.", ".") if layers else name, param
     finally:
         for layer in layers:

@@ -87,10 +87,10 @@ def connected_transport(
         return name
 
     def choose() -> str:
-        if folder is not None and not os.path.isdir(folder):
+        if folder is not None and not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
             raise ConfigError(
-                f"weight_sync_dir is {folder!r}, which is not a folder. Create it, visible to the server under the "
-                "same path, or leave weight_sync_dir out to use shared memory."
+                f"weight_sync_dir is {folder!r}, which is not a folder that this process may write to. Create it, "
+                "visible to the server under the same path, or leave weight_sync_dir out to use shared memory."
             )
         if asked == "adapter" or must_adapt or (asked == "auto" and adapters is not None):
             reason = "the model has none" if adapters is None else why_merged()
