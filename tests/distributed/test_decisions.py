@@ -1,5 +1,6 @@
 """What all processes do alike is decided by one rule, however different their hosts, files and errors are."""
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -212,7 +213,8 @@ def test_a_folder_of_weights_is_that_of_the_first_process(peers, connect, tiny_m
 
         for visible, found in ((0, "filesystem"), (None, ConfigError)):
             path = SimpleNamespace(isdir=lambda folder, rank=visible: peers.rank == rank)
-            monkeypatch.setattr(transport, "os", SimpleNamespace(path=path))
+            system = SimpleNamespace(path=path, access=os.access, W_OK=os.W_OK, X_OK=os.X_OK)
+            monkeypatch.setattr(transport, "os", system)
             outcome = in_both(peers.run(folder))
             assert found in (outcome, outcome[0])
 
