@@ -4,7 +4,7 @@
     python benchmarks/drafts.py --methods none ngram suffix    # suffix needs the package arctic-inference
 
 Rounds, forced lengths (sigma 1) and the trainer's pause are those of rollout.py. A server for each method serves the
-same model, whose embeddings outweigh its layers, so three of four tokens repeat the token before. Methods take
+same model, whose embeddings outweigh its layers, which makes repeated tokens likely. Methods take
 turns in changing order, each turn with other lengths.
 """
 

@@ -17,7 +17,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import drafts
 import learning_comparison
+import overhead
 import peers
 import rollout_report
 import scale
@@ -117,7 +119,7 @@ def peers_table() -> str:
 
 
 def split_devices() -> str:
-    found = contestants("peers_split")
+    found = {name: runs for name, runs in contestants("peers_split").items() if not name.endswith("-192")}
     ordered = {name: found[name] for name in sorted(found, key=lambda name: list(map(int, re.findall(r"\d+", name))))}
     return markdown(compared_header("synchronous"), compared_rows(ordered, "synchronous"))
 
@@ -166,8 +168,8 @@ def slow_rewards() -> str:
     return markdown(compared_header("default"), compared_rows(contestants("peers_slow_rewards"), "default"))
 
 
-def tools() -> str:
-    runs = results("peers_tools")
+def tools(name: str = "peers_tools") -> str:
+    runs = results(name)
     reference = {run["seed"]: run for run in runs if run["contestant"] == "default"}
     rows = []
     for name in dict.fromkeys(run["contestant"] for run in runs):
@@ -190,6 +192,10 @@ def tools() -> str:
         "oldest token", "reward of the second half of the batches (range)",
     )  # fmt: skip
     return markdown(header, rows)
+
+
+def tools_split() -> str:
+    return tools("peers_tools_split")
 
 
 def turns() -> str:
@@ -380,11 +386,13 @@ def claims() -> str:
             "`peers.py --contestants synchronous default --seeds 10`", "peers.json",
         ),
         (
-            "With engine and trainer on separate cores, trl-april trains "
+            "With engine and trainer on separate cores and equal batches, trl-april trains "
             f"{by_theirs(split, 4)} times the tokens per second of TRL's async trainer at a staleness bound of 4, "
-            f"{by_theirs(split, 8)} times at 8, and {by_theirs(split, 16)} times at 16, TRL's at its best setting. "
-            f"TRL's drops {dropped(split, 4)}, {dropped(split, 8)} and {dropped(split, 16)} of its tokens, the long "
-            "completions, trl-april none. Rewards cannot be told apart.",
+            f"{by_theirs(split, 8)} times at 8, and {by_theirs(split, 16)} times at 16, with TRL's best number of "
+            f"requests in flight. TRL's drops {dropped(split, 4)}, {dropped(split, 8)} and {dropped(split, 16)} of "
+            "its tokens, the long completions, trl-april none. Rewards cannot be told apart. With TRL's own token "
+            f"budget, and as many tokens per batch, the ratios are {by_theirs(split, 4, own=True)}, "
+            f"{by_theirs(split, 8, own=True)} and {by_theirs(split, 16, own=True)}; TRL's ends with a higher reward.",
             "`peers.py --split` as below", "peers_split.json",
         ),
         (
@@ -445,6 +453,14 @@ def files() -> str:
     return markdown(("file", "date", "commit", "load at the end", "versions"), rows)
 
 
+def costs() -> str:
+    return overhead.table([overhead.Measurement(**result) for result in results("overhead")])
+
+
+def draft_methods() -> str:
+    return drafts.table(results("drafts"))
+
+
 def scales() -> str:
     return scale.table([scale.Cell(**result) for result in results("scale")])
 
@@ -452,9 +468,9 @@ def scales() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     name.__name__.replace("_", "-"): name
     for name in (
-        headline, claims, peers_table, split_devices, in_flight, peers_long, slow_rewards, tools, turns, kills_agent,
-        agents, rollout_limit, rollout_limit_all, rollout_small_cache, rollout_defaults, tasks, off_policy,
-        off_policy_all, recipes, weight_sync, files, scales,
+        headline, claims, peers_table, split_devices, in_flight, peers_long, slow_rewards, tools, tools_split, turns,
+        kills_agent, agents, costs, scales, draft_methods, rollout_limit, rollout_limit_all, rollout_small_cache, rollout_defaults,
+        tasks, off_policy, off_policy_all, recipes, weight_sync, files,
     )
 }  # fmt: skip
 

@@ -75,7 +75,7 @@ from trl_april.config import AprilOptions
 SYNCHRONOUS, DEFAULT, SCORED = "synchronous", "default", "scored"
 CONTESTANTS = [
     SYNCHRONOUS, DEFAULT, *(f"{who}-{bound}-{amount}" for bound in (4, 8, 16) for who, amount in (
-        ("ours", 2), ("ours", 4), ("trl", 48), ("trl", 96), ("trl", 192), ("trl", "own")
+        ("ours", 2), ("ours", 4), ("ours", "4-own"), ("trl", 48), ("trl", 96), ("trl", 192), ("trl", "own")
     )),
 ]  # fmt: skip
 SAMPLES = STANDARD.groups * STANDARD.num_generations
