@@ -469,8 +469,8 @@ TABLES: dict[str, Callable[[], str]] = {
     name.__name__.replace("_", "-"): name
     for name in (
         headline, claims, peers_table, split_devices, in_flight, peers_long, slow_rewards, tools, tools_split, turns,
-        kills_agent, agents, costs, scales, draft_methods, rollout_limit, rollout_limit_all, rollout_small_cache, rollout_defaults,
-        tasks, off_policy, off_policy_all, recipes, weight_sync, files,
+        kills_agent, agents, costs, scales, draft_methods, rollout_limit, rollout_limit_all, rollout_small_cache,
+        rollout_defaults, tasks, off_policy, off_policy_all, recipes, weight_sync, files,
     )
 }  # fmt: skip
 
