@@ -33,13 +33,13 @@ class Session(RolloutSession, RoundSteps):
         PartialState()  # for the logger
         self._plan, self.pool, self._rng, self._settings = plan, pool, rng, {}
         self._state, self._processes = SimpleNamespace(global_step=step), OneProcess()
-        self._loop, self._restorable = SimpleNamespace(paused=nullcontext), None
+        self._loop, self._restorable, self.scorer = SimpleNamespace(paused=nullcontext), None, None
         self.steps, self._micro_step = SimpleNamespace(in_training=deque(), plan=plan), 0
         self.trained: list[list[int]] = []  # rows of each batch
         if checkpoint is None:
             self._source = make_source(rows, plan, step)
         else:
-            self._source, _ = self._restore(load_rollouts(checkpoint), rows, 1)
+            self._source, _ = self._restore(load_rollouts(checkpoint), rows)
 
     def train(self, until: int) -> None:
         while self._state.global_step < until:
