@@ -143,7 +143,7 @@ def test_environments_are_not_those_of_samples_in_flight(fake, tmp_path):
 
 
 class LastGroup:
-    """A script in which group 3 waits until an evaluation has begun."""
+    """A script in which group 3 waits until `begun`."""
 
     def __init__(self) -> None:
         self.begun, self._script = threading.Event(), ToolScript()
@@ -194,8 +194,11 @@ def test_training_resumes_without_scoring_during_generation(fake, tmp_path):
     class Trainer(APRILGRPOTrainer):
         def evaluation_loop(self, *args, **kwargs):
             wait_for(lambda: script.begun.is_set() or any(group.score for group in [*self._april_session.pool]))
-            script.begun.set()
             return super().evaluation_loop(*args, **kwargs)
+
+        def _save_checkpoint(self, *args, **kwargs):
+            super()._save_checkpoint(*args, **kwargs)
+            script.begun.set()
 
     fake.script = script.stream
     options = {
