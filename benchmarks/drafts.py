@@ -4,8 +4,8 @@
     python benchmarks/drafts.py --methods none ngram suffix    # suffix needs the package arctic-inference
 
 Rounds, forced lengths (sigma 1) and the trainer's pause are those of rollout.py. A server for each method serves the
-same model, whose embeddings outweigh its layers, which makes repeated tokens likely. Methods take
-turns in changing order, each turn with other lengths.
+same model, whose embeddings outweigh its layers: repeated tokens are likely, but drafts were seldom accepted. Methods
+take turns in changing order, each turn with other lengths.
 """
 
 from __future__ import annotations

@@ -9,13 +9,12 @@
 `default` has our default options (bound 8, factor 3), `scored` those and `score_during_generation`, `ours-B-F` a
 staleness bound B and a factor F, and `trl-B-R` is TRL's trainer with a bound B and R requests in flight. `trl-B-own`
 has its own number in flight and its own token budget, with which its steps are larger; `ours-B-F-own` has batches of
-about as many tokens. All start from the same warm
-start and use the same vLLM server one after the other, in an order that changes with the seed. The others take batches
-of 8 groups of 6 samples of the demo's task, and all the same learning rate and objective, the mean over all tokens
-without a reference model. Results are written after every run, so a stopped benchmark resumes. Expected rewards are
-as in learning.py. With `--split`, the server's processes share the first core and everything else the second, as
-an engine and a trainer have their own devices. The steady pace leaves out the first four steps and the last four, in
-which our rounds run empty, since every row is trained.
+about as many tokens. All start from the same warm start and use the same vLLM server one after the other, in an order
+that changes with the seed. All others take batches of 8 groups of 6 samples of the demo's task, and all the same
+learning rate and objective, the mean over all tokens without a reference model. Results are written after every run,
+so a stopped benchmark resumes. Expected rewards are as in learning.py. With `--split`, the server's processes share
+the first core and everything else the second, as an engine and a trainer have their own devices. The steady pace
+leaves out the first four steps and the last four, in which our rounds run empty, since every row is trained.
 
 What is not equal: TRL's trainer drops samples beyond its bound and takes groups as they finish; ours trains every row.
 TRL's generates in a process of its own, ours in a thread; seconds are without the start of this process.

@@ -24,7 +24,7 @@ from trl.extras.profiling import profiling_context
 
 from .agents.rollout_function import Rollout
 from .bridge import compatibility, construction, rows, training_pass
-from .bridge.evaluation import evaluation, without_scoring
+from .bridge.evaluation import evaluation
 from .bridge.hand_over import HandOver, replaced
 from .bridge.rewards import reward_scorer
 from .bridge.tool_loop import tool_turns
@@ -214,7 +214,8 @@ class APRILGRPOTrainer(GRPOTrainer):
         if not self.april_enabled:
             return super()._generate_and_score_completions(inputs)
         if not self.model.training:
-            with self._april_evaluate(inputs).given_to(self), without_scoring(self._april_session):
+            alone = nullcontext() if self._april_session is None else self._april_session.scoring_suspended()
+            with self._april_evaluate(inputs).given_to(self), alone:
                 return super()._generate_and_score_completions(inputs)
         self._april_requested.answer(inputs)
         done = self._april_run_round()

@@ -333,7 +333,7 @@ def test_a_request_that_is_repeated_gets_the_answer_that_did_not_arrive(acts):
     """A client that gave up waiting, as SDKs do, and asks again."""
     gave_up = threading.Event()
 
-    class Slow(Model):
+    class Waiting(Model):
         def rest(self, token_ids, index):
             assert self.asked or gave_up.wait(20)
             return super().rest(token_ids, index)
@@ -347,17 +347,18 @@ def test_a_request_that_is_repeated_gets_the_answer_that_did_not_arrive(acts):
             assert ask(api, question("A")).message.content == "Re: A"
             ask(api, question("A"))
 
-    assert len(play(new_pool(), acts(repeats), Slow())) == 2, "the answer is given once"
+    assert len(play(new_pool(), acts(repeats), Waiting())) == 2, "the answer is given once"
+
+
+class Slow(Model):
+    def rest(self, token_ids, index):
+        time.sleep(1.5)
+        return super().rest(token_ids, index)
 
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_slow_answer_shows_signs_of_life(acts, monkeypatch, streams):
     monkeypatch.setattr(address, "HEARTBEAT", 0.1)
-
-    class Slow(Model):
-        def rest(self, token_ids, index):
-            time.sleep(1.5)
-            return super().rest(token_ids, index)
 
     def waits(prompt, engine, row):
         with client(engine, timeout=0.8) as api:
@@ -375,11 +376,6 @@ def test_a_slow_answer_shows_signs_of_life(acts, monkeypatch, streams):
 
 def test_a_stream_that_has_begun_ends_with_the_error(acts, monkeypatch):
     monkeypatch.setattr(address, "HEARTBEAT", 0.1)
-
-    class Slow(Model):
-        def rest(self, token_ids, index):
-            time.sleep(1.0)
-            return super().rest(token_ids, index)
 
     def asks_for_too_much(prompt, engine, row):
         with client(engine) as api, ThreadPoolExecutor() as others:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from trl import GRPOConfig, GRPOTrainer
 
@@ -197,8 +196,3 @@ def evaluation(trainer: GRPOTrainer) -> Iterator[None]:
             turns.close()
         if trainer._april_session is None:  # outside of training
             server.servers.give_up()
-
-
-def without_scoring(session: Any) -> AbstractContextManager[None]:
-    """While an evaluation is scored, call no reward function for training, if there is a session."""
-    return nullcontext() if session is None else session.scoring_suspended()  # type: ignore[no-any-return]

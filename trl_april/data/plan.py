@@ -58,9 +58,9 @@ class TrainingPlan:
     def surplus_share(self, step: int) -> float:
         """Share of the surplus groups that may be in flight after `step` optimizer steps, from 0 to 1.
 
-        The groups in flight at the end have the longest completions, and the last batches have the largest influence
-        on the final model. So the share falls to 0 over the last eight rounds, or over the last quarter of a shorter
-        run.
+        The groups in flight at the end have the longest completions. If the last batches consisted of these alone,
+        they would bias the final model. So the share falls to 0 over the last eight rounds, or over the last quarter
+        of a shorter run.
         """
         wind_down = max(1, min(WIND_DOWN_ROUNDS, self.rounds_from(0) // 4))
         return min(1.0, max(0, self.rounds_from(step) - 1) / wind_down)
